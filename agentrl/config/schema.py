@@ -1,0 +1,223 @@
+"""What every recipe may set: the typed sections that all methods share.
+
+Defaults are the paper's setting wherever the methods agree; a method's own schema (`recipes/<method>/config.py`)
+subclasses `BaseRecipe`, adds its section and its own defaults. Every model is frozen and refuses unknown keys.
+A key without effect in the chosen mode is refused by `check_effects`-style validators, not ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+
+class LoraConfig(Section):
+    """LoRA adapters (peft). Used with `mode: lora`."""
+
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class ModelConfig(Section):
+    """A policy's model: a hub id, a folder, or an embedded name (`smollm2-135m`, `tiny-llama`, ...)."""
+
+    name: str
+    checkpoint: str | None = Field(None, description="a run, run@step or folder whose weights replace the model's own")
+    mode: Literal["full", "lora", "frozen"] = "full"
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute dtype; master weights are float32")
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _lora_needs_mode(self) -> ModelConfig:
+        if self.lora is not None and self.mode != "lora":
+            raise ValueError(f"lora has no effect with mode: {self.mode}; set mode: lora or drop lora")
+        return self
+
+
+class SamplingConfig(Section):
+    """How one agent samples. top_k 0 and top_p 1.0 mean off."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(256, ge=1, description="sampled tokens of one completion at most")
+
+
+class AgentConfig(Section):
+    """A named role."""
+
+    policy: str = Field("policy", description="which policy the agent samples from")
+    prompt: str | None = Field(None, description="the agent's system prompt; none keeps the method's own")
+    sampling: SamplingConfig = SamplingConfig()
+    max_turns: int = Field(1, ge=1)
+    max_prompt_tokens: int = Field(4096, ge=1)
+    max_response_tokens: int = Field(4096, ge=1, description="sampled and environment tokens after the first prompt")
+    tools: tuple[str, ...] = ()
+
+
+class EngineConfig(Section):
+    """The rollout engine. Options of another kind than `kind` are refused."""
+
+    kind: Literal["scripted", "hf", "vllm"] = "vllm"
+    deterministic: bool = Field(
+        False, description="hf and scripted: batches, order and seeds fixed by the requests' keys"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="none: the policy's compute dtype")
+    max_batch: int = Field(64, ge=1, description="hf: sequences generated at once; vllm: max_num_seqs")
+    max_model_len: int | None = Field(None, ge=16, description="window in tokens; none: the model's own")
+    kv_cache_gib: float | None = Field(None, gt=0, description="vllm on CPU: cache size in GiB (2 when not set)")
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="vllm on GPU (0.85 when not set)")
+    enforce_eager: bool | None = Field(None, description="vllm only; on CPU always true")
+    script: str | None = Field(None, description="scripted: module:function that answers a request with text")
+
+    @model_validator(mode="after")
+    def _no_silent_options(self) -> EngineConfig:
+        for key, kinds in {
+            "kv_cache_gib": ("vllm",),
+            "gpu_memory_utilization": ("vllm",),
+            "enforce_eager": ("vllm",),
+            "script": ("scripted",),
+        }.items():
+            if getattr(self, key) is not None and self.kind not in kinds:
+                raise ValueError(f"{key} has no effect with kind: {self.kind}; it belongs to {', '.join(kinds)}")
+        if self.deterministic and self.kind == "vllm":
+            raise ValueError("deterministic is not available with kind: vllm; use kind: hf, or drop deterministic")
+        return self
+
+
+class DatasetConfig(Section):
+    """Tasks from a file or an embedded set. `columns` maps our names (id, question, answer) to the file's."""
+
+    path: str | None = Field(None, description="a .jsonl, .json or .csv file, or the name of an embedded set")
+    split: str | None = Field(None, description="embedded sets only")
+    columns: dict[str, str] = Field(default_factory=dict)
+    limit: int | None = Field(None, ge=1)
+
+
+class DataConfig(DatasetConfig):
+    eval: DatasetConfig = DatasetConfig()
+    shuffle: bool = True
+
+
+class SearchToolConfig(Section):
+    """BM25 over a local corpus of JSON lines with `title` and `text`."""
+
+    corpus: str = Field(..., description="a .jsonl file, or the name of an embedded corpus")
+    top_k: int = Field(10, ge=1)
+    index_dir: str | None = Field(None, description="where the index is kept; none: the user's cache folder")
+    timeout_s: float = Field(30.0, gt=0)
+
+
+class PythonToolConfig(Section):
+    """Model-written Python in the sandbox."""
+
+    timeout_s: float = Field(30.0, gt=0)
+    memory_mib: int = Field(1024, ge=64)
+    max_output_bytes: int = Field(20_000, ge=100)
+    max_concurrent: int = Field(4, ge=1)
+
+
+class ToolsConfig(Section):
+    search: SearchToolConfig | None = None
+    python: PythonToolConfig | None = None
+    custom: dict[str, str] = Field(default_factory=dict, description="name -> module:function that returns a Tool")
+
+
+class AlgorithmConfig(Section):
+    """How credit becomes gradient."""
+
+    clip_eps_low: float = Field(0.2, gt=0)
+    clip_eps_high: float = Field(0.2, gt=0)
+    kl_coef: float = Field(0.0, ge=0, description="0: no reference policy is loaded")
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="k1 in the loss ignores the reference and is refused")
+    constrained: Literal["allowed", "full", "mask"] = Field(
+        "allowed",
+        description="how tokens under a grammar are trained: under their allowed set, the full one, not at all",
+    )
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="linear and cosine: the last rate over the peak rate")
+    max_tokens_per_row: int = Field(4096, ge=16, description="packed row length; a longer sample has a row of its own")
+    rows_per_micro_batch: int = Field(1, ge=1)
+    logprob_chunk: int = Field(1024, ge=1, description="positions that go through the head at once")
+    gradient_checkpointing: bool = False
+    share_prefix: bool = Field(True, description="compute a prefix that samples share once per row, where parity holds")
+    part_stats_every: int = Field(10, ge=0, description="gradient norm and cosine per part every N steps; 0 is off")
+
+
+class RolloutConfig(Section):
+    questions_per_step: int = Field(32, ge=1)
+    group_size: int = Field(16, ge=1, description="rollouts per question")
+    max_concurrent: int = Field(512, ge=1)
+
+
+class LaunchConfig(Section):
+    gpus: int | None = Field(None, ge=0, description="none: all that are there; 0: CPU")
+    address: str | None = Field(None, description="of a running Ray cluster; none starts one on loopback")
+    threads: int | None = Field(None, ge=1, description="CPU threads of this process; none: all cores")
+
+
+class RunConfig(Section):
+    name: str | None = None
+    dir: str = "runs"
+    steps: int = Field(..., ge=0)
+    seed: int = 0
+    eval_every: int = Field(0, ge=0, description="0: before and after only")
+    save_every: int = Field(10, ge=0, description="0: after the last step only")
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = Field(False, description="also keep the checkpoint with the best evaluation")
+    save_prompt_ids: bool = False
+
+
+class BaseRecipe(Section):
+    """Sections of every recipe. Methods subclass it and narrow `method`."""
+
+    method: str
+    model: ModelConfig | None = None
+    policies: dict[str, ModelConfig] = Field(default_factory=dict)
+    agents: dict[str, AgentConfig] = Field(default_factory=dict)
+    engine: EngineConfig = EngineConfig()
+    data: DataConfig = DataConfig()
+    tools: ToolsConfig = ToolsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    launch: LaunchConfig = LaunchConfig()
+    run: RunConfig
+
+    @classmethod
+    def smoke(cls) -> dict[str, Any]:
+        """Overrides of `--smoke`: the same recipe on the embedded model, data and tools, in a few steps."""
+        raise TypeError(f"{cls.__name__} has no smoke form")
+
+    @model_validator(mode="after")
+    def _one_model_form(self) -> BaseRecipe:
+        if (self.model is None) == (not self.policies):
+            raise ValueError("name one model, or policies (name -> model), not both and not neither")
+        if self.model is not None and any(a.policy != "policy" for a in self.agents.values()):
+            raise ValueError("with `model:` there is one policy, called 'policy'; use `policies:` for several")
+        for name, agent in self.agents.items():
+            if agent.policy not in self.policy_models:
+                raise ValueError(f"agents.{name}.policy: {agent.policy!r} is not among {sorted(self.policy_models)}")
+        return self
+
+    @property
+    def policy_models(self) -> dict[str, ModelConfig]:
+        """Policy name -> model. One `model:` is the policy called "policy"."""
+        return dict(self.policies) if self.model is None else {"policy": self.model}
