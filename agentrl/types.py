@@ -89,8 +89,8 @@ class Sampling:
     """Every sampling value, always explicit: nothing is taken from a model's generation config.
 
     `top_k` 0 and `top_p` 1.0 mean off. `temperature` 0.0 means greedy. Generation ends at any of
-    `stop_token_ids`, at a `stop` string (both kept in the completion), when the grammar is complete, or after
-    `max_tokens`.
+    `stop_token_ids`, at a `stop` string (both kept in the completion), or after `max_tokens`. A complete grammar
+    leaves only the end token.
     """
 
     temperature: float = 1.0
@@ -128,7 +128,7 @@ class Request:
     key: Key
 
 
-FinishReason = Literal["stop", "length", "grammar"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Completion:
 
     `logprobs` are behaviour log-probabilities: temperature 1, before top-p and top-k, under the grammar's mask.
     `constrained` marks tokens whose allowed set the grammar cut, `forced` those with one legal choice.
-    `finish_reason`: "stop" (a stop token or string), "grammar" (the grammar was complete), "length".
+    A complete grammar leaves only the end token, which is then forced. `finish_reason`: "stop" (a stop token or
+    string was sampled) or "length" (`max_tokens`).
     """
 
     ids: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""Constrained decoding, shared by engines and the update core."""
