@@ -1,0 +1,24 @@
+"""Shared fixtures: the tests are offline and run on a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--data-dir", default="../shared/data", help="folder of public data sets; their tests skip without it")
+
+
+@pytest.fixture(scope="session")
+def data_dir(request: pytest.FixtureRequest) -> Path:
+    """The folder of real public data sets; tests that need it are skipped where it is absent."""
+    path = Path(request.config.getoption("--data-dir"))
+    if not path.is_dir():
+        pytest.skip(f"no real data at {path}: pass --data-dir")
+    return path
