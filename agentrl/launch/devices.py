@@ -1,0 +1,231 @@
+"""Where a run goes: GPUs first, else the CPU. `detect` looks at the machine, `plan` is pure.
+
+Neither imports torch, so that `check` and `doctor` can plan in milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agentrl.config.schema import LaunchConfig, ModelConfig
+from agentrl.errors import MissingError
+
+GIB = 1024**3
+_BF16_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that this process may use. `index` counts the visible ones, as torch does."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+    @property
+    def bf16(self) -> bool:
+        return self.capability >= _BF16_CAPABILITY
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What this process may use. `cores` counts its CPU set under its cgroup quota, `memory_bytes` is free memory
+    under its cgroup limit. `cpu_bf16`: the processor computes bfloat16 itself. `torch_cuda` is the CUDA version the
+    installed torch was built for, None for a CPU build."""
+
+    cores: int
+    memory_bytes: int
+    cpu_bf16: bool = False
+    gpus: tuple[Gpu, ...] = ()
+    torch_cuda: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyMemory:
+    """An estimate, in bytes, of what one policy holds: without activations, and once per copy that is made of it.
+
+    `trainer`: weights, float32 master, gradients and two Adam moments (none for a frozen policy; for LoRA those of the
+    adapters only, which are taken as 1% of the parameters). `reference`: one more frozen copy where a KL needs it.
+    `engine`: the engine's own weights.
+    """
+
+    policy: str
+    parameters: int
+    trainer: int
+    reference: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.reference + self.engine
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where one run goes. `gpus` are indices of visible GPUs, empty on the CPU; `native_bf16` tells whether bfloat16 is
+    computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is what `memory` and
+    the caches must fit in: free memory, or the memory of the planned GPUs together."""
+
+    device: Literal["cpu", "cuda"]
+    gpus: tuple[int, ...]
+    threads: int
+    native_bf16: bool
+    available_bytes: int
+    memory: tuple[PolicyMemory, ...] = ()
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(policy.total for policy in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.available_bytes
+
+
+def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, ...] = ()) -> Plan:
+    """Place a run on a machine: GPUs first. `launch.gpus` none takes every GPU, a number exactly so many, 0 the CPU.
+
+    Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use.
+    """
+    usable = hardware.gpus if hardware.torch_cuda is not None else ()
+    wanted = len(usable) if launch.gpus is None else launch.gpus
+    if wanted > len(usable):
+        raise _missing_gpus(wanted, hardware)
+    chosen = usable[:wanted]
+    return Plan(
+        device="cuda" if chosen else "cpu",
+        gpus=tuple(gpu.index for gpu in chosen),
+        threads=launch.threads or hardware.cores,
+        native_bf16=all(gpu.bf16 for gpu in chosen) if chosen else hardware.cpu_bf16,
+        available_bytes=sum(gpu.memory_bytes for gpu in chosen) if chosen else hardware.memory_bytes,
+        memory=memory,
+    )
+
+
+def estimate_memory(
+    models: Mapping[str, ModelConfig], parameters: Mapping[str, int], *, reference: bool = False
+) -> tuple[PolicyMemory, ...]:
+    """Estimate each policy's memory from its number of parameters (by policy name). `reference`: a KL is in use.
+
+    A full policy holds, per parameter, 4 bytes each of master weight, gradient and two moments, and 2 more for a
+    bfloat16 compute copy. With LoRA the base without its adapters is the reference, so it needs no copy.
+    """
+    out = []
+    for name, model in models.items():
+        num, width = parameters[name], 4 if model.dtype == "float32" else 2
+        if model.mode == "full":
+            trainer = num * (16 if width == 4 else 18)
+        elif model.mode == "lora":
+            trainer = num * width + math.ceil(num * 0.01) * 16
+        else:
+            trainer = 0
+        copy = num * width if reference and model.mode == "full" else 0
+        out.append(PolicyMemory(name, num, trainer, copy, num * width))
+    return tuple(out)
+
+
+def _missing_gpus(wanted: int, hardware: Hardware) -> MissingError:
+    there = len(hardware.gpus)
+    if there >= wanted:
+        return MissingError(
+            f"launch.gpus is {wanted}, but the installed torch is a CPU build and cannot use the {there} GPU(s) here",
+            "install the GPU build (make setup GPU=1), or set launch.gpus: 0 to run on the CPU",
+        )
+    fix = "set launch.gpus: 0 to run on the CPU" if there == 0 else f"set launch.gpus: {there}"
+    return MissingError(
+        f"launch.gpus is {wanted}, but this process sees {there or 'no'} GPU{'' if there == 1 else 's'}",
+        f"{fix}, or run where {wanted} {'is' if wanted == 1 else 'are'} visible (see nvidia-smi, CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def detect() -> Hardware:
+    """Look at this machine through the operating system and `nvidia-smi`; torch is not imported."""
+    return Hardware(
+        cores=_cores(),
+        memory_bytes=_free_memory(),
+        cpu_bf16=_cpu_bf16(),
+        gpus=visible_gpus(_nvidia_smi(), os.environ.get("CUDA_VISIBLE_DEVICES")),
+        torch_cuda=_torch_cuda(),
+    )
+
+
+def visible_gpus(listing: str, visible: str | None) -> tuple[Gpu, ...]:
+    """Parse `nvidia-smi --query-gpu=index,uuid,name,memory.total,compute_cap` and keep what `CUDA_VISIBLE_DEVICES`
+    leaves, in its order. As CUDA does, an entry that matches nothing hides itself and all that follow."""
+    found = []
+    for line in listing.splitlines():
+        fields = [part.strip() for part in line.split(",")]
+        if len(fields) != 5 or not fields[3].isdigit():
+            continue
+        major, _, minor = fields[4].partition(".")
+        capability = (int(major), int(minor or 0)) if major.isdigit() else (0, 0)
+        found.append((fields[0], fields[1], fields[2], int(fields[3]) * 1024**2, capability))
+    if visible is not None:
+        kept = []
+        for entry in (part.strip() for part in visible.split(",")):
+            match = [gpu for gpu in found if entry and (entry == gpu[0] or gpu[1].startswith(entry))]
+            if len(match) != 1:
+                break
+            kept.extend(match)
+        found = kept
+    return tuple(Gpu(i, name, memory, capability) for i, (_, _, name, memory, capability) in enumerate(found))
+
+
+def _nvidia_smi() -> str:
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _torch_cuda() -> str | None:
+    """The `cuda` line of torch's version file, read as text."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    version_file = Path(spec.submodule_search_locations[0]) / "version.py"
+    if not version_file.is_file():
+        return None
+    text = version_file.read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def _free_memory() -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    free = int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        # The page cache counts as used, but makes way for whoever needs memory.
+        cache = re.search(r"^inactive_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+        free = min(free, max(0, int(limit) - int(used) + int(cache[1] if cache else 0)))
+    return free
+
+
+def _cpu_bf16() -> bool:
+    return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", _read("/proc/cpuinfo")))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
