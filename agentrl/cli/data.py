@@ -1,0 +1,107 @@
+"""`agentrl data`: embedded sets and data files, their columns and counts, and a row of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.cli import console
+
+
+def data_list(json_output: bool = False) -> int:
+    """Print every embedded set with its splits. Returns the exit code."""
+    from agentrl.data import EMBEDDED
+
+    if json_output:
+        console.json([{"name": n, "splits": dict(e.sizes), "description": e.description} for n, e in EMBEDDED.items()])
+        return 0
+    rows = [
+        (name, ", ".join(f"{split} {size}" for split, size in entry.sizes.items()), entry.description)
+        for name, entry in EMBEDDED.items()
+    ]
+    console.table(("name", "splits", "description"), rows, title="data sets (a .jsonl, .json or .csv file works too)")
+    return 0
+
+
+def data_prepare(name: str, json_output: bool = False) -> int:
+    """Write an embedded set's splits and corpus as JSON lines into the cache folder, and print their paths.
+
+    Raises `ConfigError` for an unknown name and `RunFailedError` when the folder cannot be written.
+    """
+    from agentrl.data import EMBEDDED, embedded_corpus, embedded_tasks
+    from agentrl.errors import ConfigError
+    from agentrl.files import encode, failed, replace_file
+    from agentrl.models.cache import home
+
+    if name not in EMBEDDED:
+        raise ConfigError(f"no embedded set {name!r}", f"known sets: {', '.join(EMBEDDED)}; a file needs no preparing")
+    folder = home() / "data" / name
+    tables: dict[str, list[Any]] = {
+        split: [{"id": t.id, "question": t.question, "answer": list(t.references)} for t in embedded_tasks(name, split)]
+        for split in EMBEDDED[name].sizes
+    }
+    corpus = embedded_corpus(name)
+    if corpus is not None:
+        tables["corpus"] = [dict(row) for row in corpus]
+    paths = {}
+    for table, rows in tables.items():
+        path = folder / f"{table}.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, b"".join(encode(row) + b"\n" for row in rows))
+        except OSError as error:
+            raise failed(path, error) from error
+        paths[table] = str(path)
+    if json_output:
+        console.json({"name": name, "files": paths})
+        return 0
+    for table, saved in paths.items():
+        console.out(f"{name} {table}: {len(tables[table])} rows in {saved}")
+    return 0
+
+
+def data_show(path_or_name: str, json_output: bool = False) -> int:
+    """Print the columns, counts and first row of a file or of an embedded set.
+
+    Raises `DataError` when the file is missing, empty or malformed anywhere.
+    """
+    shown = _shown(path_or_name)
+    if json_output:
+        console.json(shown)
+        return 0
+    for table in shown["tables"]:
+        console.out(f"{table['name']}: {table['rows']} rows")
+        row = table["row"]
+        columns = [(name, count, _short(row.get(name))) for name, count in table["columns"].items()]
+        console.table(("column", "rows with a value", "in the first row"), columns)
+    return 0
+
+
+def _shown(path_or_name: str) -> dict[str, Any]:
+    from agentrl.data import EMBEDDED, embedded_tasks
+    from agentrl.data.read import read_rows
+
+    if path_or_name not in EMBEDDED:
+        rows = [row for _, row in read_rows(Path(path_or_name))]
+        return {"name": path_or_name, "tables": [_table(path_or_name, rows)]}
+    tables = []
+    for split in EMBEDDED[path_or_name].sizes:
+        tasks = embedded_tasks(path_or_name, split)
+        rows = [{"id": t.id, "question": t.question, "answer": list(t.references), **t.info} for t in tasks]
+        tables.append(_table(f"{path_or_name}, {split}", rows))
+    return {"name": path_or_name, "tables": tables}
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    columns: dict[str, int] = {}
+    for row in rows:
+        for column, value in row.items():
+            columns[column] = columns.get(column, 0) + (value not in (None, "", []))
+    return {"name": name, "rows": len(rows), "columns": columns, "row": rows[0] if rows else {}}
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,64 @@
+"""Embedded sets: data that is made by code of the package, so that every recipe runs without a download."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSet:
+    """`tasks` names `function(split, n, seed) -> list[Task]`; `corpus` names `function()` -> rows with `title` and
+    `text`. `sizes` holds each split's number of tasks when `limit` is silent."""
+
+    description: str
+    tasks: str
+    corpus: str | None
+    sizes: Mapping[str, int]
+
+
+EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
+    {
+        "invented": EmbeddedSet(
+            description="questions on invented facts, answered by one page of an embedded corpus",
+            tasks="agentrl.data.invented:generate",
+            corpus="agentrl.data.invented:corpus",
+            sizes={"train": 256, "eval": 64},
+        ),
+    }
+)
+
+
+def embedded_tasks(name: str, split: str | None = None, limit: int | None = None, seed: int = 0) -> list[Task]:
+    """The tasks of an embedded set; the split is `train` unless named. Raises `ConfigError` for an unknown one."""
+    entry = _entry(name)
+    chosen = split or "train"
+    if chosen not in entry.sizes:
+        raise ConfigError(f"data.split: {chosen!r} is no split of {name!r}", f"use {' or '.join(entry.sizes)}")
+    tasks: list[Task] = _function(entry.tasks)(chosen, limit or entry.sizes[chosen], seed)
+    return tasks
+
+
+def embedded_corpus(name: str) -> Sequence[Mapping[str, str]] | None:
+    """The rows (`title`, `text`) of an embedded corpus, or None when no set of that name has one."""
+    if name not in EMBEDDED:
+        return None
+    corpus = EMBEDDED[name].corpus
+    return None if corpus is None else list(_function(corpus)())
+
+
+def _entry(name: str) -> EmbeddedSet:
+    if name not in EMBEDDED:
+        raise ConfigError(f"no embedded set {name!r}", f"known sets: {', '.join(sorted(EMBEDDED))}")
+    return EMBEDDED[name]
+
+
+def _function(target: str) -> Any:
+    module, name = target.split(":")
+    return vars(importlib.import_module(module))[name]
