@@ -1,0 +1,103 @@
+"""The engine factory, and the fault of a prompt that does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import EngineConfig
+from agentrl.errors import ConfigError, MissingError
+from agentrl.protocols import Engine
+from agentrl.rollout.gate import Gate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from agentrl.rollout.hf_generate import HFPolicy
+
+
+def make_engine(
+    config: EngineConfig,
+    policies: Mapping[str, Path],
+    *,
+    dtype: str,
+    seed: int,
+    gate: Gate,
+    max_model_len: int | None = None,
+) -> Engine:
+    """The engine that `config` names, serving `policies` (name -> folder in Hugging Face layout).
+
+    `dtype` is used where `config.dtype` is not set, `max_model_len` where `config.max_model_len` is not set; without
+    either, the window is the model's own. Policies that share a folder still have weights of their own. Raises
+    `MissingError` for a folder that lacks files and `ConfigError` for a model that the engine cannot serve.
+    """
+    dtype = config.dtype or dtype
+    window = config.max_model_len or max_model_len
+    if config.kind == "scripted":
+        from agentrl.rollout.scripted import ScriptedEngine, resolve_script
+
+        if config.script is None:
+            raise ConfigError("engine.script is not set", "name the script as module:function with kind: scripted")
+        return ScriptedEngine.from_folders(
+            resolve_script(config.script),
+            policies,
+            gate=gate,
+            deterministic=config.deterministic,
+            max_model_len=window,
+        )
+    if config.kind == "vllm":
+        from agentrl.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(config, policies, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
+    from agentrl.rollout.hf import HFEngine
+
+    return HFEngine(
+        {name: load_hf_policy(folder, dtype) for name, folder in policies.items()},
+        seed=seed,
+        gate=gate,
+        deterministic=config.deterministic,
+        max_batch=config.max_batch,
+        max_model_len=window,
+    )
+
+
+def load_hf_policy(folder: Path, dtype: str) -> HFPolicy:
+    """Load a model folder for the hf engine. `dtype` is "float32" or "bfloat16"."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from agentrl.grammar import GrammarFactory
+    from agentrl.rollout.hf_generate import HFPolicy
+
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.__dict__[dtype], local_files_only=True)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    model.eval().requires_grad_(False)
+    grammar = GrammarFactory.from_folder(folder)
+    eos_ids = tuple(dict.fromkeys((*grammar.eos_ids, *end_ids(folder))))
+    pad_id = model.config.pad_token_id
+    return HFPolicy(model, tokenizer, eos_ids, eos_ids[0] if pad_id is None else int(pad_id), grammar)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise MissingError(f"{path} is missing", "prepare the model again: agentrl models prepare NAME")
+    return Tokenizer.from_file(str(path))
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-text ids that a model folder names, those of its generation config first."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = json.loads(path.read_text("utf-8")).get("eos_token_id")
+            if value is not None:
+                return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()

@@ -1,0 +1,227 @@
+"""The hf engine: transformers models in this process, batched by the gate.
+
+Requests queue until the gate says that nobody can join (or, outside deterministic mode, until a full batch waits),
+then one worker thread generates them, so the event loop stays responsive. Requests are ordered by their key, and each
+draws from a generator seeded by the run's seed and its key alone: what it samples does not depend on its neighbours,
+beyond the rounding of batched arithmetic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
+
+import torch
+
+from agentrl.errors import EngineError
+from agentrl.grammar import GrammarFactory
+from agentrl.protocols import WeightSource
+from agentrl.rollout.faults import PromptTooLongError
+from agentrl.rollout.gate import Gate
+from agentrl.rollout.hf_generate import HFPolicy, Row, generate_batch
+from agentrl.rollout.hf_probe import shared_prefix_limit
+from agentrl.rollout.hf_weights import copy_weights
+from agentrl.types import Completion, Key, Request
+
+
+@dataclass(slots=True)
+class _Pending:
+    row: Row
+    future: asyncio.Future[Completion]
+
+
+class HFEngine:
+    """Serves policies from transformers models. Implements `agentrl.protocols.Engine`.
+
+    `max_model_len` caps the window of every policy; the model's own positions cap it too. With `deterministic`, a
+    batch leaves only when every live coroutine of the gate waits.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, HFPolicy],
+        *,
+        seed: int,
+        gate: Gate,
+        deterministic: bool = False,
+        max_batch: int = 64,
+        max_model_len: int | None = None,
+    ) -> None:
+        self._policies = {name: _with_grammar(policy) for name, policy in policies.items()}
+        self._versions = dict.fromkeys(policies, 0)
+        self._windows = {n: _window(p, max_model_len) for n, p in policies.items()}
+        self._share_limits = {n: shared_prefix_limit(p) for n, p in policies.items()}
+        self._seed = seed
+        self._gate = gate
+        self._deterministic = deterministic
+        self._max_batch = max_batch
+        self._queue: list[_Pending] = []
+        self._flights: set[asyncio.Task[None]] = set()
+        self._flush_planned = False
+        self._closed = False
+        self._fault: EngineError | None = None
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
+        gate.add_listener(self._plan_flush)
+
+    @property
+    def shared_prefix_limits(self) -> Mapping[str, int]:
+        """Per policy, the longest row (prompt and completion) whose common prefix is computed once; 0: none."""
+        return dict(self._share_limits)
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion. Raises `PromptTooLongError` when the prompt leaves no room in the window,
+        `ConfigError` for a grammar that does not compile, and `EngineError` when the engine cannot serve."""
+        self._check_serving()
+        row = self._row(request)
+        pending = _Pending(row, asyncio.get_running_loop().create_future())
+        self._queue.append(pending)
+        self._gate.begin_wait()
+        try:
+            return await pending.future
+        finally:
+            if pending in self._queue:
+                self._queue.remove(pending)
+                self._gate.end_wait()
+
+    async def load_weights(self, policy: str, version: int, source: WeightSource) -> int:
+        """Copy new weights in place once the running batch is done; returns the version now served. Raises
+        `EngineError` at the first name that is missing, unexpected or of another shape."""
+        self._check_serving()
+        self._policy(policy)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._load, policy, version, source)
+
+    async def close(self) -> None:
+        """Refuse what waits and end the worker thread. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._gate.remove_listener(self._plan_flush)
+        fault = EngineError("the engine was closed while requests waited", "end the rollouts before closing it")
+        self._refuse(self._take(len(self._queue)), fault)
+        for flight in tuple(self._flights):
+            await asyncio.wait({flight})
+        await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
+
+    def _load(self, policy: str, version: int, source: WeightSource) -> int:
+        copy_weights(self._policies[policy].model, source, policy)
+        self._versions[policy] = version
+        return version
+
+    def _policy(self, name: str) -> HFPolicy:
+        if name not in self._policies:
+            raise EngineError(f"no policy {name!r} in the engine", f"use one of {sorted(self._policies)}")
+        return self._policies[name]
+
+    def _check_serving(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if self._closed:
+            raise EngineError("the engine is closed", "make a new engine")
+
+    def _row(self, request: Request) -> Row:
+        policy = self._policy(request.policy)
+        sampling = request.sampling
+        length, window = len(request.prompt), self._windows[request.policy]
+        if length == 0:
+            raise EngineError(f"the prompt of {request.key} is empty", "give the agent a prompt")
+        if length >= window:
+            raise PromptTooLongError(length, window)
+        max_tokens = min(sampling.max_tokens, window - length)
+        assert policy.grammar is not None
+        return Row(
+            request=request,
+            max_tokens=max_tokens,
+            uniforms=uniforms(self._seed, request.key, max_tokens),
+            stop_ids=frozenset((*policy.eos_ids, *sampling.stop_token_ids)),
+            matcher=None if sampling.grammar is None else policy.grammar.matcher(sampling.grammar),
+        )
+
+    def _plan_flush(self) -> None:
+        """Flush in the loop's next turn: coroutines that are about to ask join the batch first."""
+        if not self._flush_planned and self._queue and self._may_flush():
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _may_flush(self) -> bool:
+        return self._gate.ready or (not self._deterministic and self._gate.waiting >= self._max_batch)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        if not self._queue or not self._may_flush():
+            return
+        flight = asyncio.get_running_loop().create_task(self._fly(self._take(len(self._queue))))
+        self._flights.add(flight)
+        flight.add_done_callback(self._flights.discard)
+
+    def _take(self, count: int) -> list[_Pending]:
+        taken, self._queue = self._queue[:count], self._queue[count:]
+        if taken:
+            self._gate.end_wait(len(taken))
+        return taken
+
+    async def _fly(self, flush: list[_Pending]) -> None:
+        """Generate one flush, sub-batch by sub-batch, each answered as it is done."""
+        loop = asyncio.get_running_loop()
+        for batch in self._split(flush):
+            name = batch[0].row.request.policy
+            rows = [p.row for p in batch]
+            try:
+                completions = await loop.run_in_executor(self._worker, self._generate, name, rows)
+            except EngineError as error:
+                self._fault = error
+            except Exception as error:  # noqa: BLE001 - whatever breaks inside torch ends the run, with its name
+                self._fault = EngineError(
+                    f"generation broke for policy {name!r}: {type(error).__name__}: {error}",
+                    "lower engine.max_batch or engine.max_model_len if memory ran out",
+                )
+                self._fault.__cause__ = error
+            if self._fault is not None:
+                self._refuse([*flush, *self._take(len(self._queue))], self._fault)
+                return
+            for pending, completion in zip(batch, completions, strict=True):
+                if not pending.future.done():
+                    pending.future.set_result(completion)
+
+    def _generate(self, name: str, rows: list[Row]) -> list[Completion]:
+        return generate_batch(self._policies[name], rows, self._versions[name], share_limit=self._share_limits[name])
+
+    def _split(self, flush: list[_Pending]) -> list[list[_Pending]]:
+        """Sub-batches of one policy and agent, of similar prompt length, in an order fixed by the keys."""
+
+        def kind(p: _Pending) -> tuple[str, int]:
+            return (p.row.request.policy, p.row.request.key.agent)
+
+        batches = []
+        for _, members in groupby(sorted(flush, key=lambda p: (kind(p), p.row.request.key)), key=kind):
+            ordered = sorted(members, key=lambda p: (len(p.row.request.prompt), p.row.request.key))
+            batches += [ordered[i : i + self._max_batch] for i in range(0, len(ordered), self._max_batch)]
+        return batches
+
+    @staticmethod
+    def _refuse(refused: Sequence[_Pending], fault: EngineError) -> None:
+        for pending in refused:
+            if not pending.future.done():
+                pending.future.set_exception(fault)
+
+
+def uniforms(seed: int, key: Key, count: int) -> list[float]:
+    """The uniform numbers of a request, one per token: a stable hash of (seed, key) seeds its own generator."""
+    digest = hashlib.blake2b(repr((seed, astuple(key))).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.rand(count, generator=generator).tolist()
+
+
+def _with_grammar(policy: HFPolicy) -> HFPolicy:
+    if policy.grammar is not None:
+        return policy
+    return replace(policy, grammar=GrammarFactory(policy.tokenizer, policy.vocab_size, policy.eos_ids))
+
+
+def _window(policy: HFPolicy, max_model_len: int | None) -> int:
+    config = policy.model.config.get_text_config()
+    own = int(config.max_position_embeddings)
+    return own if max_model_len is None else min(own, max_model_len)
