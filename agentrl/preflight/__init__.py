@@ -1,0 +1,1 @@
+"""What `check` and `doctor` run: everything that can be known without loading weights."""

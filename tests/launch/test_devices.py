@@ -1,0 +1,107 @@
+"""Plans: GPUs first, the CPU where there are none, and one line where there are too few."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.config.schema import LaunchConfig, ModelConfig
+from agentrl.errors import MissingError
+from agentrl.launch.devices import GIB, Gpu, Hardware, detect, estimate_memory, plan, visible_gpus
+
+CPU = Hardware(cores=2, memory_bytes=8 * GIB, cpu_bf16=True)
+GPUS = tuple(Gpu(i, "H", 80 * GIB, (9, 0)) for i in range(4))
+BOX = Hardware(cores=16, memory_bytes=64 * GIB, gpus=GPUS, torch_cuda="13.0")
+
+
+def test_gpus_come_first_and_all_of_them_by_default() -> None:
+    made = plan(LaunchConfig(), BOX)
+    assert (made.device, made.gpus, made.threads) == ("cuda", (0, 1, 2, 3), 16)
+    assert made.available_bytes == 320 * GIB
+    assert plan(LaunchConfig(gpus=2), BOX).gpus == (0, 1)
+
+
+def test_zero_gpus_is_the_cpu_even_where_gpus_are() -> None:
+    made = plan(LaunchConfig(gpus=0, threads=3), BOX)
+    assert (made.device, made.gpus, made.threads, made.available_bytes) == ("cpu", (), 3, 64 * GIB)
+
+
+def test_without_gpus_the_default_is_the_cpu() -> None:
+    made = plan(LaunchConfig(), CPU)
+    assert (made.device, made.gpus, made.threads, made.native_bf16) == ("cpu", (), 2, True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "cause", "fix"),
+    [
+        (1, CPU, "launch.gpus is 1, but this process sees no GPU", "launch.gpus: 0"),
+        (8, BOX, "launch.gpus is 8, but this process sees 4 GPUs", "launch.gpus: 4"),
+        (2, Hardware(2, GIB, gpus=GPUS), "CPU build", "make setup GPU=1"),
+    ],
+)
+def test_absent_gpus_are_one_line_with_a_fix(wanted: int, hardware: Hardware, cause: str, fix: str) -> None:
+    with pytest.raises(MissingError) as caught:
+        plan(LaunchConfig(gpus=wanted), hardware)
+    assert cause in caught.value.cause
+    assert fix in caught.value.fix
+    assert caught.value.exit_code == 3
+
+
+def test_gpus_that_a_cpu_build_of_torch_cannot_use_are_not_planned_by_default() -> None:
+    assert plan(LaunchConfig(), Hardware(2, GIB, gpus=GPUS)).device == "cpu"
+
+
+def test_bf16_is_native_only_if_every_planned_gpu_has_it() -> None:
+    mixed = Hardware(2, GIB, gpus=(GPUS[0], Gpu(1, "T4", 16 * GIB, (7, 5))), torch_cuda="13.0")
+    assert plan(LaunchConfig(gpus=1), mixed).native_bf16
+    assert not plan(LaunchConfig(), mixed).native_bf16
+
+
+LISTING = "0, GPU-aaa, NVIDIA X, 81559, 9.0\n1, GPU-bbb, NVIDIA Y, 16384, 7.5\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA X", "NVIDIA Y"]),
+        ("1,0", ["NVIDIA Y", "NVIDIA X"]),
+        ("GPU-b", ["NVIDIA Y"]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", ["NVIDIA X"]),
+    ],
+)
+def test_cuda_visible_devices_hides_and_reorders(visible: str | None, names: list[str]) -> None:
+    gpus = visible_gpus(LISTING, visible)
+    assert [gpu.name for gpu in gpus] == names
+    assert [gpu.index for gpu in gpus] == list(range(len(names)))
+
+
+def test_a_listing_is_read_whole_and_rubbish_is_no_gpu() -> None:
+    assert visible_gpus(LISTING, None)[1] == Gpu(1, "NVIDIA Y", 16 * GIB, (7, 5))
+    assert visible_gpus("Failed to initialize NVML: Driver mismatch\n", None) == ()
+
+
+def test_memory_counts_masters_moments_and_copies() -> None:
+    models = {
+        "a": ModelConfig(name="x", dtype="bfloat16"),
+        "b": ModelConfig(name="x", dtype="float32"),
+        "c": ModelConfig(name="x", mode="frozen"),
+        "d": ModelConfig(name="x", mode="lora"),
+    }
+    memory = estimate_memory(models, dict.fromkeys(models, 1000), reference=True)
+    assert [(m.trainer, m.reference, m.engine) for m in memory] == [
+        (18_000, 2_000, 2_000),
+        (16_000, 4_000, 4_000),
+        (0, 0, 2_000),
+        (2_160, 0, 2_000),
+    ]
+    tight = plan(LaunchConfig(), Hardware(1, 52_159), memory)
+    assert tight.needed_bytes == 52_160
+    assert not tight.fits
+    assert plan(LaunchConfig(), Hardware(1, 52_160), memory).fits
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    hardware = detect()
+    assert hardware.cores >= 1
+    assert hardware.memory_bytes > GIB // 4
