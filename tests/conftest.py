@@ -6,13 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Wall time on a shared machine says nothing about an example, and a default run must be repeatable.
+settings.register_profile("agentrl", deadline=None, derandomize=True, database=None)
+settings.load_profile("agentrl")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--data-dir", default="../shared/data", help="folder of public data sets; their tests skip without it")
+    parser.addoption(
+        "--data-dir", default="../shared/data", help="folder of public data sets; their tests skip without it"
+    )
 
 
 @pytest.fixture(scope="session")
