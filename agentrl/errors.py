@@ -13,8 +13,13 @@ class AgentRLError(Exception):
         self.cause = cause
         self.fix = fix
 
+    @property
+    def faults(self) -> tuple[tuple[str, str], ...]:
+        """Every (cause, fix) behind this error; errors that gather several override it."""
+        return ((self.cause, self.fix),)
+
     def __str__(self) -> str:
-        return f"{self.cause}\nfix: {self.fix}"
+        return "\n".join(f"{cause}\nfix: {fix}" for cause, fix in self.faults)
 
 
 class RunFailedError(AgentRLError):

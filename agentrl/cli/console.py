@@ -156,7 +156,7 @@ def session(*, quiet: bool = False, json_output: bool = False, debug: bool = Fal
         with _stdout_on_stderr() if json_output else nullcontext():
             yield
     except AgentRLError as error:
-        code, problems = error.exit_code, _problems(error)
+        code, problems = error.exit_code, list(error.faults)
         _trace(debug)
     except KeyboardInterrupt:
         code, problems = INTERRUPTED, [("interrupted", "run the same command again; a train goes on with --resume")]
@@ -180,12 +180,15 @@ def session(*, quiet: bool = False, json_output: bool = False, debug: bool = Fal
         raise SystemExit(code)
 
 
-def _problems(error: AgentRLError) -> list[tuple[str, str]]:
-    from agentrl.config.problems import RecipeError
-
-    if isinstance(error, RecipeError):
-        return [(problem.cause, problem.fix) for problem in error.problems]
-    return [(error.cause, error.fix)]
+def usage_fault(error: typer.TyperException, *, json_output: bool) -> None:
+    """A fault in how the command was written; a bare group prints its help instead."""
+    message = error.format_message()
+    if "\n\n" in message:
+        err(message)
+        return
+    context = getattr(error, "ctx", None)  # only usage faults have one
+    path = context.command_path if context is not None else "agentrl"
+    _report(error.exit_code, [(message, f"`{path} --help` shows what it takes")], Mode(json_output=json_output))
 
 
 def _trace(debug: bool) -> None:

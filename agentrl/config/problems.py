@@ -48,8 +48,9 @@ class RecipeError(ConfigError):
         self.problems = tuple(sorted(problems, key=lambda p: (p.mark.rank, p.mark.line or 0)))
         super().__init__(self.problems[0].cause, self.problems[0].fix)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{problem.cause}\nfix: {problem.fix}" for problem in self.problems)
+    @property
+    def faults(self) -> tuple[tuple[str, str], ...]:
+        return tuple((problem.cause, problem.fix) for problem in self.problems)
 
 
 def is_secret(key: str, value: object) -> bool:

@@ -7,7 +7,7 @@ A key without effect in the chosen mode is refused by `check_effects`-style vali
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -185,8 +185,20 @@ class RunConfig(Section):
     save_prompt_ids: bool = False
 
 
+class Endpoint(NamedTuple):
+    """A service that a recipe talks to: the config key that names it, its base URL, and the environment variable that
+    holds its API key (none: no key)."""
+
+    key: str
+    url: str
+    api_key_env: str | None = None
+
+
 class BaseRecipe(Section):
     """Sections of every recipe. Methods subclass it and narrow `method`."""
+
+    group_relative: ClassVar[bool] = True
+    """Advantages compare the rollouts of one question, so a group needs at least two."""
 
     method: str
     model: ModelConfig | None = None
@@ -205,6 +217,14 @@ class BaseRecipe(Section):
     def smoke(cls) -> dict[str, Any]:
         """Overrides of `--smoke`: the same recipe on the embedded model, data and tools, in a few steps."""
         raise TypeError(f"{cls.__name__} has no smoke form")
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The judge, coach and tool services of this recipe, for `check`."""
+        return ()
+
+    def findings(self) -> list[tuple[str, str, str]]:
+        """What the method itself has to say in `check`: (level error | warning | info, dotted key, "cause; fix")."""
+        return []
 
     @model_validator(mode="after")
     def _one_model_form(self) -> BaseRecipe:
