@@ -297,7 +297,8 @@ class StepTable:
             grid.add_row(str(step), *(_number(metrics[c]) if c in metrics else "-" for c in self._columns))
         last = self._rows[-1][0] if self._rows else self._first - 1
         line = Text(f"step {min(last + 1, self._total)} of {self._total}  {self._phase}  left {self.time_left()}")
-        return Group(grid, ProgressBar(total=max(1, self._total), completed=last, width=60), line)
+        # The bar ends without a line break, so it stands last.
+        return Group(grid, line, ProgressBar(total=max(1, self._total), completed=last, width=60))
 
 
 def _number(value: float) -> str:

@@ -148,6 +148,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def driver(folder: Path) -> str:
+    """The program text of the command line with the toy method."""
+    return DRIVER.format(folder=str(folder), modules=False)
+
+
+@pytest.fixture
 def agentrl(folder: Path) -> Callable[..., Done]:
     """Runs the command line in a child process, with the toy method as `agentrl toy`."""
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -218,3 +221,21 @@ def test_a_reader_that_goes_away_leaves_no_trace(folder):
     command = f"{sys.executable} -c 'from agentrl.cli import app; app()' models list | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_gets_a_live_table_with_the_time_left_and_no_colour_where_it_is_off(driver):
+    for no_color in ("", "1"):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ.update({"NO_COLOR": no_color, "TERM": "xterm-256color", "COLUMNS": "120"})
+            os.execv(sys.executable, [sys.executable, "-c", driver, "toy", "train", "toy.yaml"])
+        text = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal whose process has left with EIO
+            while chunk := os.read(terminal, 65536):
+                text += chunk
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert b"reward/mean" in text
+        assert b"step 2 of 2" in text
+        assert b"left 0:00:0" in text
+        assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", text) or b"\x1b[9" in text) is (no_color == "")
