@@ -1,0 +1,178 @@
+"""One policy update: packed rows, forward, loss, backward, one optimiser step, and what was seen on the way.
+
+The loss is -sum_t weight_t * surrogate_t (+ kl_coef * sum_t weight_t * KL_t). Nothing here knows a method, a group or
+a count: those are in the advantages and weights, so rows, their order and their number cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algo.kl import KlStats, kl_loss, kl_stats, mismatch_kl
+from agentrl.algo.loss import policy_loss
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.errors import DivergedError
+from agentrl.types import CreditedSample
+from agentrl.update.batch import TrainBatch
+from agentrl.update.logprobs import TokenLogprobs
+from agentrl.update.policy import Policy, StepStats, cosine, global_norm
+from agentrl.update.scorer import Scorer
+
+GAP_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one update did. `old` holds, per sample and token index, the trainer's log-probability before it."""
+
+    metrics: Mapping[str, float | None]
+    stats: StepStats | None
+    old: tuple[Mapping[int, float], ...]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over the rows of one update."""
+
+    old: list[dict[int, float]]
+    loss: dict[str, float] = field(default_factory=dict)
+    clipped: int = 0
+    active: int = 0
+    tokens: int = 0
+    cells: int = 0
+    trained: int = 0
+    mismatch: KlStats | None = None
+    reference: KlStats | None = None
+
+    def add(self, batch: TrainBatch, logprobs: TokenLogprobs) -> None:
+        values = logprobs.current_N.detach().tolist()
+        for sample, token, value in zip(batch.sample_N, batch.token_N, values, strict=True):
+            self.old[sample][token] = value
+        stats = mismatch_kl(batch.behaviour_N, logprobs.plain_N, ~batch.constrained_N)
+        self.mismatch = stats if self.mismatch is None else self.mismatch.merge(stats)
+        self.tokens += batch.num_tokens
+        self.cells += batch.num_cells
+
+
+def has_effect(credited: CreditedSample, kl_coef: float) -> bool:
+    """Whether a sample can move the weights: with no KL, an advantage of 0 on every token gives gradient 0 exactly."""
+    if kl_coef > 0:
+        return any(w != 0 for w in credited.weights)
+    return any(a != 0 and w != 0 for a, w in zip(credited.advantages, credited.weights, strict=True))
+
+
+def update_policy(
+    policy: Policy,
+    credited: Sequence[CreditedSample],
+    algorithm: AlgorithmConfig,
+    *,
+    reference: Scorer | None = None,
+    part_stats: bool = False,
+) -> UpdateResult:
+    """Take one optimiser step on all samples. Samples that cannot move the weights are not computed, but for a few
+    that keep the engine's mismatch measured on every step.
+
+    Raises `DivergedError` when the loss is not finite, naming the sample, and as `Policy.step` does.
+    """
+    if reference is not None and algorithm.kl_coef > 0:
+        credited = _with_reference(credited, reference)
+    tally = _Tally([{} for _ in credited])
+    moving = [i for i, c in enumerate(credited) if has_effect(c, algorithm.kl_coef)]
+    idle = [i for i, c in enumerate(credited) if c.sample.num_trained and i not in set(moving)]
+    policy.zero_grad()
+    parts: dict[str, dict[str, Tensor]] = {}
+    for part in sorted({credited[i].sample.part for i in moving}):
+        mine = [i for i in moving if credited[i].sample.part == part]
+        with policy.part_gradient(keep=part_stats) as gradient:
+            for batch in policy.scorer.pack([credited[i] for i in mine]):
+                _backward(policy, _renumber(batch, mine), algorithm, tally, credited)
+        parts[part] = gradient
+    spare = idle[: max(0, GAP_SAMPLES - len(moving))]
+    with torch.no_grad():
+        for batch in policy.scorer.pack([credited[i] for i in spare]):
+            tally.add(_renumber(batch, spare), policy.scorer.logprobs(batch))
+    stats = policy.step() if moving and policy.trainable else None
+    return UpdateResult(_metrics(tally, stats, len(moving), len(idle), parts), stats, tuple(tally.old))
+
+
+def _backward(
+    policy: Policy, batch: TrainBatch, algorithm: AlgorithmConfig, tally: _Tally, credited: Sequence[CreditedSample]
+) -> None:
+    logprobs = policy.scorer.logprobs(batch)
+    current_N = logprobs.current_N
+    old_N = torch.where(batch.old_N.isnan(), current_N.detach(), batch.old_N)
+    out = policy_loss(
+        current_N,
+        old_N,
+        batch.advantages_N,
+        batch.weights_N,
+        eps_low=algorithm.clip_eps_low,
+        eps_high=algorithm.clip_eps_high,
+    )
+    loss = out.loss
+    if algorithm.kl_coef > 0:
+        loss = loss + algorithm.kl_coef * kl_loss(current_N, batch.reference_N, batch.weights_N, algorithm.kl_estimator)
+        stats = kl_stats(current_N.detach() - batch.reference_N, batch.weights_N != 0)
+        tally.reference = stats if tally.reference is None else tally.reference.merge(stats)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        bad = next((n for n, x in enumerate(current_N.tolist()) if not math.isfinite(x)), 0)
+        raise DivergedError(
+            f"policy {policy.name!r}: the loss is {value} (first at sample {credited[batch.sample_N[bad]].sample.id!r}, "
+            f"token {batch.token_N[bad]})",
+            "resume from the last checkpoint with a lower optim.lr",
+        )
+    loss.backward()
+    tally.add(batch, logprobs)
+    tally.loss[batch.part] = tally.loss.get(batch.part, 0.0) + value
+    tally.clipped += int(out.clipped_T.sum())
+    tally.active += int(out.active_T.sum())
+    tally.trained += batch.num_trained
+
+
+def _renumber(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    return replace(batch, sample_N=tuple(indices[i] for i in batch.sample_N))
+
+
+def _with_reference(credited: Sequence[CreditedSample], reference: Scorer) -> list[CreditedSample]:
+    scores = reference.score([c.sample for c in credited])
+    return [
+        replace(c, scored=replace(c.scored, reference=tuple(s.get(t, math.nan) for t in range(len(c.sample.ids)))))
+        for c, s in zip(credited, scores, strict=True)
+    ]
+
+
+def _metrics(
+    tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, float | None]:
+    out: dict[str, float | None] = {
+        "loss": sum(tally.loss.values()),
+        **{f"loss/{part}": value for part, value in tally.loss.items()},
+        "grad_norm": None if stats is None else stats.grad_norm,
+        "lr": None if stats is None else stats.lr,
+        "clip_fraction": tally.clipped / tally.active if tally.active else 0.0,
+        "kl/ref": None if tally.reference is None else tally.reference.mean_kl,
+        "kl/ref_max": None if tally.reference is None else tally.reference.max_kl,
+        "kl/mismatch": None if tally.mismatch is None else tally.mismatch.mean_kl,
+        "mismatch/mean_abs": None if tally.mismatch is None else tally.mismatch.mean_abs,
+        "mismatch/max": None if tally.mismatch is None else tally.mismatch.max_kl,
+        "mismatch/tokens": 0 if tally.mismatch is None else tally.mismatch.count,
+        "tokens/trained": tally.trained,
+        "tokens/computed": tally.cells,
+        "pack/fill": tally.tokens / tally.cells if tally.cells else None,
+        "samples/moving": moving,
+        "samples/idle": idle,
+        "steps/skipped": 0 if stats is None or stats.applied else 1,
+    }
+    for part, gradient in parts.items():
+        if gradient:
+            out[f"grad_norm/{part}"] = global_norm(gradient)
+    kept = [g for g in parts.values() if g]
+    if len(kept) == 2:
+        out["grad_cosine"] = cosine(*kept)
+    return out
