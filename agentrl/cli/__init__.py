@@ -170,14 +170,15 @@ def inspect_command(
     trajectory: Annotated[str | None, typer.Option("--trajectory", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option("--agent", metavar="A")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Every token with log-probs, advantage and mask.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a static report.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Write the curves.")] = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a static report.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Write the curves.")] = None,
+    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Where runs lie by name.")] = "runs",
     debug: DebugOption = False,
 ) -> None:
     with console.session(debug=debug):
         from agentrl.cli.inspect import inspect
 
-        _leave(inspect(run, run_b, step, trajectory, agent, tokens, html, plot))
+        _leave(inspect(run, run_b, step, trajectory, agent, tokens, html, plot, run_dir))
 
 
 @app.command("export", help="Write a checkpoint as a plain Hugging Face folder.")
