@@ -127,7 +127,7 @@ def render_trajectory(record: Record, *, agent: str | None = None, tokens: bool 
 
 def render_comparison(a: RunView, b: RunView) -> list[str]:
     """Two runs side by side: their evaluations, the last value of each metric, and the paired difference."""
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, ...]] = []
     for key in ("eval_before", "eval_after"):
         if a.summary.get(key) or b.summary.get(key):
             rows.append((key, *(_evaluation(v.summary[key]) if v.summary.get(key) else "-" for v in (a, b))))
