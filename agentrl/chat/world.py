@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 Spec = dict[str, Any]
 
 
-def _without_prefix(part: Spec | None) -> Spec | None:
-    """A normalizer, pre-tokenizer or decoder that neither adds nor strips the space before a text."""
+def _without_prefix(part: Spec | None, decodes: bool = False) -> Spec | None:
+    """A normalizer, a pre-tokenizer or (`decodes`) a decoder that neither adds nor strips the space before a text."""
     if part is None:
         return None
     kind = part["type"]
@@ -26,7 +26,7 @@ def _without_prefix(part: Spec | None) -> Spec | None:
         return None
     if kind == "Sequence":
         key = next(k for k in ("normalizers", "pretokenizers", "decoders") if k in part)
-        parts = [kept for p in part[key] if (kept := _without_prefix(p)) is not None]
+        parts = [kept for p in part[key] if (kept := _without_prefix(p, decodes)) is not None]
         return {**part, key: parts} if parts else None
     if kind == "Metaspace":
         return {
@@ -34,11 +34,15 @@ def _without_prefix(part: Spec | None) -> Spec | None:
             "prepend_scheme": "never",
             **({"add_prefix_space": False} if "add_prefix_space" in part else {}),
         }
-    if kind == "ByteLevel":
+    if kind == "ByteLevel" and not decodes:  # as a decoder it strips nothing, whatever the flag says
         return {**part, "add_prefix_space": False}
     if kind == "Strip" and "content" in part:  # the decoder; the normalizer of this name has no content
         return {**part, "start": 0}
     return part
+
+
+def _parts_without_prefix(spec: Spec) -> Spec:
+    return {key: _without_prefix(spec.get(key), key == "decoder") for key in ("normalizer", "pre_tokenizer", "decoder")}
 
 
 def _plain(spec: Spec) -> Spec:
@@ -54,7 +58,7 @@ def continuing(spec: Spec, start: Tokenizer) -> tuple[Tokenizer, bool]:
     Its decoder keeps a leading space, which a sentencepiece-like decoder would strip. `start` itself is returned
     where nothing is prepended or stripped.
     """
-    parts = {key: _without_prefix(spec.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder")}
+    parts = _parts_without_prefix(spec)
     if all(parts[key] == spec.get(key) for key in parts):
         return start, False
     differs = any(parts[key] != spec.get(key) for key in ("normalizer", "pre_tokenizer"))
@@ -68,10 +72,7 @@ def starting(spec: Spec) -> Tokenizer:
 
 def without_added_tokens(spec: Spec, added: Mapping[int, str]) -> Tokenizer:
     """The tokenizer for text from the world: no id in `added` is in its reach, and nothing is prepended."""
-    out = _plain(spec)
-    for key in ("normalizer", "pre_tokenizer", "decoder"):
-        out[key] = _without_prefix(out.get(key))
-    out["added_tokens"] = []
+    out = {**_plain(spec), **_parts_without_prefix(spec), "added_tokens": []}
     model = out["model"]
     if isinstance(model["vocab"], list):
         # Ids are places in the list, so a piece is renamed instead of removed: noncharacters stand in no text.

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -222,3 +224,9 @@ def test_decoding_a_completion_leaves_its_end_token_out(make_format) -> None:
     assert chat.decode(ids, skip_special=True) == "Paris<think>"
     assert chat.decode_completion(ids) == "Paris<think>"
     assert chat.decode_completion(ids[:-1]) == "Paris<think>"
+
+
+def test_chat_imports_neither_torch_nor_transformers() -> None:
+    check = "import sys, agentrl.chat.context, agentrl.chat.tool_calls; "
+    code = check + "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

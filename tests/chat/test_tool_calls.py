@@ -59,6 +59,7 @@ def test_a_call_and_an_answer_are_read_in_both_syntaxes() -> None:
         ("b</think>c", "c"),
         ("<think>a</think>b<think>c</think>d", "bd"),
         ("a</think>b</think>c", "c"),
+        ("x<think>a</think>b</think>c", "c"),
         ("<think>a<think>b</think>c", "c"),
         ("<think></think>", ""),
         ("<tool_call>hm</think>x", "x"),
