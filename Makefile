@@ -35,7 +35,7 @@ $(STAMP):
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	@echo "installing .[$(EXTRAS)] (a minute or more, some 4 GB; log: $(INSTALL_LOG))"
 	@$(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[$(EXTRAS)]' >$(INSTALL_LOG) 2>&1 || { \
-	  if grep -q 'No matching distribution found for torch==.*+cpu' $(INSTALL_LOG); then \
+	  if grep -qE '(depends on|No matching distribution found for) torch==[0-9.]+\+cpu' $(INSTALL_LOG); then \
 	    echo "error: pip finds no torch CPU build; fix: make setup TORCH_INDEX=URL, with the address of PyTorch's public CPU wheel index" >&2; \
 	  else grep -v '^WARNING' $(INSTALL_LOG) | tail -n 20 >&2; echo "error: pip install failed; fix: see $(INSTALL_LOG)" >&2; fi; exit 3; }
 	@$(BIN)/agentrl doctor --fix || echo "note: what is broken above has a fix line; agentrl doctor looks again" >&2

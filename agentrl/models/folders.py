@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +71,20 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars for loading and saving out of our logs, and leave its setting as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def save_hf_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dest: Path) -> None:
     """Write a plain folder: config, safetensors, generation config, tokenizer and chat template.
 
@@ -82,7 +98,8 @@ def save_hf_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
             raise ValueError("config.tie_word_embeddings is true but the head differs from the embeddings; untie it")
         model.tie_weights()
     dest.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(str(dest))
+    with no_progress_bars():
+        model.save_pretrained(str(dest))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(dest))
 
@@ -99,15 +116,16 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     weight_files(folder)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        dtype=getattr(torch, dtype),
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        attn_implementation=attn_implementation,
-        output_loading_info=True,
-    )
+    with no_progress_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+        )
     if info["missing_keys"]:
         raise MissingError(
             f"{folder} lacks the weights {', '.join(sorted(info['missing_keys'])[:3])}",

