@@ -121,13 +121,8 @@ class GrammarFactory:
         except ValueError as error:
             raise ConfigError(
                 f"this tokenizer cannot be used with a grammar: {_one_line(str(error))}",
-                "use a byte-level or byte-fallback tokenizer, or drop the grammar",
+                "use a byte-level or byte-fallback tokenizer that fits the model, or drop the grammar",
             ) from error
-        if self._ll_tokenizer.vocab_size != vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {self._ll_tokenizer.vocab_size} tokens but the model {vocab_size} rows",
-                "resize the model's embeddings to the tokenizer",
-            )
         self._executor = llguidance.LLExecutor()
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.schema import EngineConfig
 from agentrl.errors import ConfigError, MissingError
@@ -22,7 +22,7 @@ def make_engine(
     config: EngineConfig,
     policies: Mapping[str, Path],
     *,
-    dtype: str,
+    dtype: Literal["float32", "bfloat16"],
     seed: int,
     gate: Gate,
     max_model_len: int | None = None,
@@ -63,19 +63,19 @@ def make_engine(
     )
 
 
-def load_hf_policy(folder: Path, dtype: str) -> HFPolicy:
+def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"]) -> HFPolicy:
     """Load a model folder for the hf engine. `dtype` is "float32" or "bfloat16"."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from agentrl.grammar import GrammarFactory
+    from agentrl.models import load_model
     from agentrl.rollout.hf_generate import HFPolicy
 
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.__dict__[dtype], local_files_only=True)
+    model = load_model(folder, dtype)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    model.eval().requires_grad_(False)
+    model.requires_grad_(False)
     grammar = GrammarFactory.from_folder(folder)
     eos_ids = tuple(dict.fromkeys((*grammar.eos_ids, *end_ids(folder))))
     pad_id = model.config.pad_token_id

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from itertools import groupby
 
 import torch
@@ -22,16 +22,12 @@ from agentrl.grammar import GrammarFactory
 from agentrl.protocols import WeightSource
 from agentrl.rollout.faults import PromptTooLongError
 from agentrl.rollout.gate import Gate
+from agentrl.rollout.hf_attention import use_prefix_attention
 from agentrl.rollout.hf_generate import HFPolicy, Row, generate_batch
 from agentrl.rollout.hf_probe import shared_prefix_limit
 from agentrl.rollout.hf_weights import copy_weights
+from agentrl.rollout.queue import GateQueue, Pending
 from agentrl.types import Completion, Key, Request
-
-
-@dataclass(slots=True)
-class _Pending:
-    row: Row
-    future: asyncio.Future[Completion]
 
 
 class HFEngine:
@@ -53,19 +49,14 @@ class HFEngine:
     ) -> None:
         self._policies = {name: _with_grammar(policy) for name, policy in policies.items()}
         self._versions = dict.fromkeys(policies, 0)
+        for policy in policies.values():
+            use_prefix_attention(policy.model.eval())
         self._windows = {n: _window(p, max_model_len) for n, p in policies.items()}
         self._share_limits = {n: shared_prefix_limit(p) for n, p in policies.items()}
         self._seed = seed
-        self._gate = gate
-        self._deterministic = deterministic
         self._max_batch = max_batch
-        self._queue: list[_Pending] = []
-        self._flights: set[asyncio.Task[None]] = set()
-        self._flush_planned = False
-        self._closed = False
-        self._fault: EngineError | None = None
+        self._queue: GateQueue[Row] = GateQueue(gate, self._serve, full=None if deterministic else max_batch)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
-        gate.add_listener(self._plan_flush)
 
     @property
     def shared_prefix_limits(self) -> Mapping[str, int]:
@@ -75,36 +66,20 @@ class HFEngine:
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Raises `PromptTooLongError` when the prompt leaves no room in the window,
         `ConfigError` for a grammar that does not compile, and `EngineError` when the engine cannot serve."""
-        self._check_serving()
-        row = self._row(request)
-        pending = _Pending(row, asyncio.get_running_loop().create_future())
-        self._queue.append(pending)
-        self._gate.begin_wait()
-        try:
-            return await pending.future
-        finally:
-            if pending in self._queue:
-                self._queue.remove(pending)
-                self._gate.end_wait()
+        self._queue.check_serving()
+        return await self._queue.submit(self._row(request))
 
     async def load_weights(self, policy: str, version: int, source: WeightSource) -> int:
         """Copy new weights in place once the running batch is done; returns the version now served. Raises
         `EngineError` at the first name that is missing, unexpected or of another shape."""
-        self._check_serving()
+        self._queue.check_serving()
         self._policy(policy)
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._load, policy, version, source)
 
     async def close(self) -> None:
         """Refuse what waits and end the worker thread. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self._gate.remove_listener(self._plan_flush)
-        fault = EngineError("the engine was closed while requests waited", "end the rollouts before closing it")
-        self._refuse(self._take(len(self._queue)), fault)
-        for flight in tuple(self._flights):
-            await asyncio.wait({flight})
-        await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
+        if await self._queue.close():
+            await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
 
     def _load(self, policy: str, version: int, source: WeightSource) -> int:
         copy_weights(self._policies[policy].model, source, policy)
@@ -115,12 +90,6 @@ class HFEngine:
         if name not in self._policies:
             raise EngineError(f"no policy {name!r} in the engine", f"use one of {sorted(self._policies)}")
         return self._policies[name]
-
-    def _check_serving(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-        if self._closed:
-            raise EngineError("the engine is closed", "make a new engine")
 
     def _row(self, request: Request) -> Row:
         policy = self._policy(request.policy)
@@ -140,72 +109,40 @@ class HFEngine:
             matcher=None if sampling.grammar is None else policy.grammar.matcher(sampling.grammar),
         )
 
-    def _plan_flush(self) -> None:
-        """Flush in the loop's next turn: coroutines that are about to ask join the batch first."""
-        if not self._flush_planned and self._queue and self._may_flush():
-            self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _may_flush(self) -> bool:
-        return self._gate.ready or (not self._deterministic and self._gate.waiting >= self._max_batch)
-
-    def _flush(self) -> None:
-        self._flush_planned = False
-        if not self._queue or not self._may_flush():
-            return
-        flight = asyncio.get_running_loop().create_task(self._fly(self._take(len(self._queue))))
-        self._flights.add(flight)
-        flight.add_done_callback(self._flights.discard)
-
-    def _take(self, count: int) -> list[_Pending]:
-        taken, self._queue = self._queue[:count], self._queue[count:]
-        if taken:
-            self._gate.end_wait(len(taken))
-        return taken
-
-    async def _fly(self, flush: list[_Pending]) -> None:
+    async def _serve(self, flush: list[Pending[Row]]) -> None:
         """Generate one flush, sub-batch by sub-batch, each answered as it is done."""
         loop = asyncio.get_running_loop()
         for batch in self._split(flush):
-            name = batch[0].row.request.policy
-            rows = [p.row for p in batch]
+            name = batch[0].item.request.policy
             try:
-                completions = await loop.run_in_executor(self._worker, self._generate, name, rows)
-            except EngineError as error:
-                self._fault = error
-            except Exception as error:  # noqa: BLE001 - whatever breaks inside torch ends the run, with its name
-                self._fault = EngineError(
+                completions = await loop.run_in_executor(self._worker, self._generate, name, [p.item for p in batch])
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(
                     f"generation broke for policy {name!r}: {type(error).__name__}: {error}",
                     "lower engine.max_batch or engine.max_model_len if memory ran out",
-                )
-                self._fault.__cause__ = error
-            if self._fault is not None:
-                self._refuse([*flush, *self._take(len(self._queue))], self._fault)
-                return
+                ) from error
             for pending, completion in zip(batch, completions, strict=True):
-                if not pending.future.done():
-                    pending.future.set_result(completion)
+                pending.answer(completion)
 
     def _generate(self, name: str, rows: list[Row]) -> list[Completion]:
         return generate_batch(self._policies[name], rows, self._versions[name], share_limit=self._share_limits[name])
 
-    def _split(self, flush: list[_Pending]) -> list[list[_Pending]]:
+    def _split(self, flush: list[Pending[Row]]) -> list[list[Pending[Row]]]:
         """Sub-batches of one policy and agent, of similar prompt length, in an order fixed by the keys."""
 
-        def kind(p: _Pending) -> tuple[str, int]:
-            return (p.row.request.policy, p.row.request.key.agent)
+        def kind(pending: Pending[Row]) -> tuple[str, int]:
+            return (pending.item.request.policy, pending.item.request.key.agent)
+
+        def place(pending: Pending[Row]) -> tuple[int, Key]:
+            return (len(pending.item.request.prompt), pending.item.request.key)
 
         batches = []
-        for _, members in groupby(sorted(flush, key=lambda p: (kind(p), p.row.request.key)), key=kind):
-            ordered = sorted(members, key=lambda p: (len(p.row.request.prompt), p.row.request.key))
+        for _, members in groupby(sorted(flush, key=kind), key=kind):
+            ordered = sorted(members, key=place)
             batches += [ordered[i : i + self._max_batch] for i in range(0, len(ordered), self._max_batch)]
         return batches
-
-    @staticmethod
-    def _refuse(refused: Sequence[_Pending], fault: EngineError) -> None:
-        for pending in refused:
-            if not pending.future.done():
-                pending.future.set_exception(fault)
 
 
 def uniforms(seed: int, key: Key, count: int) -> list[float]:

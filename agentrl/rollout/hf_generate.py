@@ -1,8 +1,8 @@
 """Batch generation with transformers models: left padding, one shared prefix, a growing key-value cache.
 
-A batch holds rows of one policy. Their longest common prefix is computed once and its cache spread over the rows;
-what is left of each prompt follows left-padded, so every row's next token stands in the last column. Positions come
-from the mask, hence padding changes nothing. Rows that finish leave the batch once a quarter of it is done.
+A batch holds rows of one policy. Their longest common prefix is computed and kept once (`hf_attention`); what is left
+of each prompt follows left-padded, so every row's next token stands in the last column. Positions come from the mask,
+hence padding changes nothing. Rows that finish leave the batch once a quarter of it is done.
 
 Shapes: B rows, P shared prefix, S longest rest, V vocabulary, W packed words of a bitmask.
 """
@@ -17,6 +17,7 @@ import torch
 
 from agentrl.errors import EngineError
 from agentrl.grammar import GrammarFactory, GrammarMatcher
+from agentrl.rollout.hf_attention import PrefixCache
 from agentrl.rollout.hf_sampling import RowParams, sample, unpack_bitmask
 from agentrl.types import Completion, Embeddings, Request
 
@@ -98,7 +99,7 @@ class Batch:
     """The running state: who is still in the batch, the cache, the mask over it, the next logits."""
 
     rows: list[Row]
-    cache: Any
+    cache: PrefixCache
     mask_BL: torch.Tensor
     positions_B: torch.Tensor
     logits_BV: torch.Tensor
@@ -129,30 +130,31 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
-    from transformers import DynamicCache
-
     model, device = policy.model, policy.model.device
     plain = all(isinstance(segment, tuple) for row in rows for segment in row.request.prompt.segments)
     shared = 0
-    cache = DynamicCache()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    max_new = max(row.max_tokens for row in rows)
     if plain:
         prompts = [row.request.prompt.ids for row in rows]
-        width = max(map(len, prompts)) + max(row.max_tokens for row in rows)
+        width = max(map(len, prompts)) + max_new
         shared = common_prefix(prompts) if len(rows) > 1 and width <= share_limit else 0
         shared = shared if shared >= _MIN_SHARED else 0
+        rests = [prompt[shared:] for prompt in prompts]
+        lengths = [len(rest) for rest in rests]
+        longest = max(lengths)
+        cache = PrefixCache(num_layers, longest + max_new)
         if shared:
             prefix_1P = torch.tensor([prompts[0][:shared]], device=device)
-            model(input_ids=prefix_1P, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache.batch_repeat_interleave(len(rows))
-        rests = [prompt[shared:] for prompt in prompts]
-        longest = max(map(len, rests))
+            model(input_ids=prefix_1P, **_cached(cache))
+            cache.share()
         ids_BS = torch.tensor([[policy.pad_id] * (longest - len(r)) + list(r) for r in rests], device=device)
-        lengths = [len(r) for r in rests]
         inputs = {"input_ids": ids_BS}
     else:
         blocks = [_embed(policy, row.request) for row in rows]
         lengths = [block.shape[0] for block in blocks]
         longest = max(lengths)
+        cache = PrefixCache(num_layers, longest + max_new)
         inputs = {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True, padding_side="left")}
     mask_BL = torch.ones(len(rows), shared + longest, dtype=torch.long, device=device)
     for b, length in enumerate(lengths):
@@ -162,12 +164,14 @@ def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
         **inputs,
         attention_mask=mask_BL,
         position_ids=positions_BL[:, shared:],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
+        **_cached(cache),
     )
     params = RowParams.of([row.request.sampling for row in rows], device)
     return Batch(rows, cache, mask_BL, positions_BL[:, -1], out.logits[:, -1].float(), params)
+
+
+def _cached(cache: PrefixCache) -> dict[str, Any]:
+    return {"past_key_values": cache, "prefix_cache": cache, "use_cache": True, "logits_to_keep": 1}
 
 
 def _embed(policy: HFPolicy, request: Request) -> torch.Tensor:
@@ -243,8 +247,6 @@ def _forward(policy: HFPolicy, batch: Batch, tokens_B: torch.Tensor) -> None:
         input_ids=tokens_B[:, None],
         attention_mask=batch.mask_BL,
         position_ids=batch.positions_B[:, None],
-        past_key_values=batch.cache,
-        use_cache=True,
-        logits_to_keep=1,
+        **_cached(batch.cache),
     )
     batch.logits_BV = out.logits[:, -1].float()

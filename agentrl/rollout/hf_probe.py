@@ -35,6 +35,8 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
             f"{type(policy.model).__name__} does not compute the same with left padding, so it cannot be batched",
             "use engine.kind: vllm",
         )
+    if limit <= _SHARED + max(_RESTS):
+        return 0
     shared_BV = _logits(policy, prompts, limit)
     return limit if float((shared_BV - alone_BV).abs().mean()) <= tolerance else 0
 
