@@ -85,7 +85,7 @@ class Run:
         self.report_path = path / "report.html"
         self._keep_last, self._keep_best = keep_last, keep_best
         self._lock, self._started = lock, started
-        for folder in ("trajectories", "checkpoints", "logs"):
+        for folder in ("trajectories", "evals", "checkpoints", "logs"):
             (path / folder).mkdir(exist_ok=True)
         numbers = [int(p.stem.removeprefix("attempt_")) for p in (path / "logs").glob("attempt_[0-9]*.log")]
         self.attempt = max(numbers, default=0) + 1

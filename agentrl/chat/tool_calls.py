@@ -253,8 +253,8 @@ def check_tag_tools(tools: Tools) -> Mapping[str, str]:
     out = {}
     for name, schema in tools.items():
         required = list(schema.get("required", ()))
-        kind = type_name(schema.get("properties", {}).get(required[0], {})) if len(required) == 1 else None
-        if kind not in ("string", "array of string"):
+        argument = schema.get("properties", {}).get(required[0], {}) if len(required) == 1 else {}
+        if not _takes_string(argument) and type_name(argument) != "array of string":
             raise ConfigError(
                 f"tool {name!r} does not fit the tag syntax: it needs exactly one required string or list of strings",
                 "use the hermes syntax, or a tool with one required string",
@@ -265,6 +265,11 @@ def check_tag_tools(tools: Tools) -> Mapping[str, str]:
             )
         out[name] = required[0]
     return out
+
+
+def _takes_string(argument: Mapping[str, Any]) -> bool:
+    kind = argument.get("type")
+    return "string" in (kind if isinstance(kind, list) else [kind])
 
 
 def _tag_end(text: str, tag: re.Match[str], found: _Found, calls: re.Pattern[str]) -> int:
@@ -279,7 +284,7 @@ def _tag_end(text: str, tag: re.Match[str], found: _Found, calls: re.Pattern[str
     if not query.strip():
         raise _CallFault("arguments", "the query is empty", name)
     argument = check_tag_tools(found.tools)[name]
-    is_list = found.tools[name]["properties"][argument]["type"] == "array"
+    is_list = not _takes_string(found.tools[name]["properties"][argument])
     found.add(name, {argument: [query.strip()] if is_list else query.strip()}, purpose.strip())
     return close + len(name) + 3
 

@@ -18,28 +18,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
 
 
-class LoraConfig(Section):
-    """LoRA adapters (peft). Used with `mode: lora`."""
-
-    r: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 class ModelConfig(Section):
     """A policy's model: a hub id, a folder, or an embedded name (`smollm2-135m`, `tiny-llama`, ...)."""
 
     name: str
     checkpoint: str | None = Field(None, description="a run, run@step or folder whose weights replace the model's own")
-    mode: Literal["full", "lora", "frozen"] = "full"
+    mode: Literal["full", "frozen"] = Field("full", description="full weights are trained, or none are")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute dtype; master weights are float32")
-    lora: LoraConfig | None = None
-
-    @model_validator(mode="after")
-    def _lora_needs_mode(self) -> ModelConfig:
-        if self.lora is not None and self.mode != "lora":
-            raise ValueError(f"lora has no effect with mode: {self.mode}; set mode: lora or drop lora")
-        return self
 
 
 class SamplingConfig(Section):
@@ -51,11 +36,19 @@ class SamplingConfig(Section):
     max_tokens: int = Field(256, ge=1, description="sampled tokens of one completion at most")
 
 
+class ExampleTurn(Section):
+    """One turn of a worked example that an agent sees before its task. `tool` is what the environment replied."""
+
+    role: Literal["user", "assistant", "tool"]
+    content: str
+
+
 class AgentConfig(Section):
     """A named role."""
 
     policy: str = Field("policy", description="which policy the agent samples from")
     prompt: str | None = Field(None, description="the agent's system prompt; none keeps the method's own")
+    examples: tuple[ExampleTurn, ...] = Field((), description="worked examples between the system prompt and the task")
     sampling: SamplingConfig = SamplingConfig()
     max_turns: int = Field(1, ge=1)
     max_prompt_tokens: int = Field(4096, ge=1)
@@ -125,8 +118,34 @@ class PythonToolConfig(Section):
     max_concurrent: int = Field(4, ge=1)
 
 
+class WebToolConfig(Section):
+    """A web search service whose pages are fetched and handed on whole."""
+
+    api_key_env: str = Field("SERPER_API_KEY", description="environment variable that holds the key")
+    top_k: int = Field(10, ge=1)
+    timeout_s: float = Field(30.0, gt=0)
+
+
+class ScholarToolConfig(Section):
+    """A search service for papers."""
+
+    api_key_env: str = Field("SERPER_API_KEY", description="environment variable that holds the key")
+    top_k: int = Field(10, ge=1)
+    timeout_s: float = Field(30.0, gt=0)
+
+
+class JudgeConfig(Section):
+    """An LLM that compares a final answer with the reference, behind an OpenAI-compatible endpoint."""
+
+    model: str
+    base_url: str = Field(..., description="for example http://127.0.0.1:8000/v1")
+    api_key_env: str | None = Field(None, description="environment variable that holds the key; none: no key")
+
+
 class ToolsConfig(Section):
     search: SearchToolConfig | None = None
+    web: WebToolConfig | None = None
+    scholar: ScholarToolConfig | None = None
     python: PythonToolConfig | None = None
     custom: dict[str, str] = Field(default_factory=dict, description="name -> module:function that returns a Tool")
 
@@ -154,7 +173,6 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="linear and cosine: the last rate over the peak rate")
     max_tokens_per_row: int = Field(4096, ge=16, description="packed row length; a longer sample has a row of its own")
-    rows_per_micro_batch: int = Field(1, ge=1)
     logprob_chunk: int = Field(1024, ge=1, description="positions that go through the head at once")
     gradient_checkpointing: bool = False
     share_prefix: bool = Field(True, description="compute a prefix that samples share once per row, where parity holds")
@@ -179,6 +197,7 @@ class RunConfig(Section):
     steps: int = Field(..., ge=0)
     seed: int = 0
     eval_every: int = Field(0, ge=0, description="0: before and after only")
+    eval_temperature: float = Field(0.0, ge=0, description="sampling temperature of evaluations; 0 is greedy")
     save_every: int = Field(10, ge=0, description="0: after the last step only")
     keep_last: int = Field(2, ge=1)
     keep_best: bool = Field(False, description="also keep the checkpoint with the best evaluation")
@@ -186,8 +205,8 @@ class RunConfig(Section):
 
 
 class Endpoint(NamedTuple):
-    """A service that a recipe talks to: the config key that names it, its base URL, and the environment variable that
-    holds its API key (none: no key)."""
+    """A service that a recipe talks to: the config key that names it, its OpenAI-compatible base URL ("" for another
+    kind of service), and the environment variable that holds its API key (none: no key)."""
 
     key: str
     url: str

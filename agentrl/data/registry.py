@@ -29,7 +29,7 @@ EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
             description="questions on invented facts, answered by one page of an embedded corpus",
             tasks="agentrl.data.invented:generate",
             corpus="agentrl.data.invented:corpus",
-            sizes={"train": 256, "eval": 64},
+            sizes={"train": 720, "eval": 240},
         ),
     }
 )

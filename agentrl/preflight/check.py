@@ -57,7 +57,14 @@ def check(loaded: Loaded, deep: bool = False, needs_data: bool = True) -> list[F
     `needs_data=False` leaves the data sets out, for a verb that takes its question from the command line.
     """
     recipe = loaded.tree
-    found = [*_recipe(recipe), *_devices(recipe), *_packages(recipe), *_models(recipe), *_keys(recipe)]
+    found = [
+        *_recipe(recipe),
+        *_devices(recipe),
+        *_packages(recipe),
+        *_models(recipe),
+        *_keys(recipe),
+        *_not_built(recipe),
+    ]
     if needs_data:
         found.extend(_data(recipe))
     found.extend(_corpus(recipe))
@@ -164,8 +171,6 @@ def _packages(recipe: BaseRecipe) -> Iterator[Finding]:
         wanted["vllm"] = wanted["ray"] = ("engine.kind", f"pip install 'agentrl[{extra}]'")
     if recipe.engine.kind == "hf":
         wanted["torch"] = wanted["transformers"] = ("engine.kind", "pip install agentrl")
-    if any(model.mode == "lora" for model in recipe.policy_models.values()):
-        wanted["peft"] = ("model.mode", "pip install agentrl")
     if recipe.tools.search is not None:
         wanted["bm25s"] = ("tools.search", "pip install agentrl")
     for package, (key, fix) in wanted.items():
@@ -250,6 +255,17 @@ def _keys(recipe: BaseRecipe) -> Iterator[Finding]:
             message = f"the environment variable {endpoint.api_key_env} is not set"
             fix = f"export {endpoint.api_key_env}=... in the shell that runs this command"
             yield Finding("error", endpoint.key, message, fix, _ENVIRONMENT)
+
+
+def _not_built(recipe: BaseRecipe) -> Iterator[Finding]:
+    """Parts that a recipe may name and this version does not have."""
+    for name, fix in (("web", "use tools.search over a local corpus"), ("scholar", "use tools.search")):
+        if getattr(recipe.tools, name) is not None:
+            yield Finding("error", f"tools.{name}", "this version has no such tool", f"{fix}, or --smoke", _ENVIRONMENT)
+    for endpoint in recipe.endpoints():
+        if endpoint.key == "judge":
+            fix = "set reward: exact_match (and judge to null), or --smoke"
+            yield Finding("error", "judge", "this version has no judge", fix, _ENVIRONMENT)
 
 
 def _data(recipe: BaseRecipe) -> Iterator[Finding]:

@@ -29,8 +29,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def probe(recipe: BaseRecipe) -> list[_Answer]:
     """Ask every endpoint for its models, and a Ray address for a connection. (key, cause, fix) of each that fails."""
-    tasks = [partial(_ask, endpoint) for endpoint in recipe.endpoints()]
-    keys = [endpoint.key for endpoint in recipe.endpoints()]
+    asked = [endpoint for endpoint in recipe.endpoints() if endpoint.url]
+    tasks = [partial(_ask, endpoint) for endpoint in asked]
+    keys = [endpoint.key for endpoint in asked]
     if recipe.launch.address is not None:
         tasks.append(partial(_connect, recipe.launch.address))
         keys.append("launch.address")

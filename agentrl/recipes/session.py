@@ -1,0 +1,115 @@
+"""What a run stands on, opened once: device plan, model folders, engine, tools, chats. Shared by all methods."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.chat.context import Chat
+from agentrl.chat.format import ChatFormat
+from agentrl.config.schema import BaseRecipe, ModelConfig
+from agentrl.data import embedded_corpus
+from agentrl.errors import MissingError
+from agentrl.launch.devices import Plan, detect, plan
+from agentrl.models import resolve
+from agentrl.protocols import Engine, Tool
+from agentrl.recipes.plugins import plugin
+from agentrl.rollout.gate import Gate
+from agentrl.run import latest_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """`folders`: policy -> model folder (a checkpoint's where one is named)."""
+
+    plan: Plan
+    folders: Mapping[str, Path]
+    engine: Engine
+    gate: Gate
+    tools: Mapping[str, Tool]
+    formats: Mapping[str, ChatFormat]
+
+    def chat(self, policy: str, enable_thinking: bool | None = None) -> Chat:
+        return Chat(self.formats[policy], enable_thinking=enable_thinking)
+
+
+@asynccontextmanager
+async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = None) -> AsyncIterator[Session]:
+    """Open everything, and close the engine in every way the body can end.
+
+    `window` is the engine's length where `engine.max_model_len` is not set. Raises `MissingError` for what this
+    machine lacks, and `ConfigError` for what does not fit together.
+    """
+    import torch
+
+    from agentrl.rollout.engine import make_engine
+
+    placed = plan(recipe.launch, detect())
+    torch.set_num_threads(placed.threads)
+    folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
+    gate = Gate()
+    tools = make_tools(recipe)
+    dtype = next(iter(recipe.policy_models.values())).dtype
+    engine = make_engine(recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
+    try:
+        formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
+        yield Session(placed, folders, engine, gate, tools, formats)
+    finally:
+        await engine.close()
+
+
+def model_folder(model: ModelConfig, policy: str, runs: str) -> Path:
+    """A policy's folder: the model's own, or that of `model.checkpoint`. Raises `MissingError` when it is not there."""
+    if model.checkpoint is None:
+        return resolve(model.name)
+    return checkpoint_folder(model.checkpoint, policy, runs)
+
+
+def checkpoint_folder(spec: str, policy: str, runs: str) -> Path:
+    """RUN, RUN@step or a model folder -> the policy's folder in it. A run is named by path or by name."""
+    name, _, step = spec.rpartition("@")
+    base, number = (name, int(step)) if name and step.isdigit() else (spec, None)
+    for run in (Path(base).expanduser(), Path(runs) / base):
+        if (run / "config.json").is_file():
+            return run
+        if (run / "checkpoints").is_dir():
+            found = latest_checkpoint(run, number)
+            if found is None:
+                wanted = "checkpoint" if number is None else f"checkpoint of step {number}"
+                raise MissingError(f"{run} has no whole {wanted}", "name another step, or train first")
+            return _policy_in(found, policy)
+    raise MissingError(f"there is no run or model folder {spec!r}", "name a run (RUN or RUN@step) or a model folder")
+
+
+def _policy_in(checkpoint: Path, policy: str) -> Path:
+    folder = checkpoint / "policies" / policy
+    if not folder.is_dir():
+        have = sorted(p.name for p in (checkpoint / "policies").glob("*"))
+        raise MissingError(f"{checkpoint} has no policy {policy!r}", f"it has {', '.join(have) or 'none'}")
+    return folder
+
+
+def make_tools(recipe: BaseRecipe) -> dict[str, Tool]:
+    """The tools that the recipe sets up, by name. Raises `MissingError` for one that this version does not have."""
+    tools: dict[str, Tool] = {}
+    for name in ("web", "scholar"):
+        if getattr(recipe.tools, name) is not None:
+            raise MissingError(f"tools.{name}: this version has no such tool", "use tools.search, or --smoke")
+    if recipe.tools.search is not None:
+        from agentrl.rollout.tools.search import SearchTool
+
+        tools["search"] = SearchTool(recipe.tools.search, resolve=embedded_corpus)
+    if recipe.tools.python is not None:
+        from agentrl.rollout.tools.python import PythonTool
+
+        tools["python"] = PythonTool(recipe.tools.python)
+    for name, target in recipe.tools.custom.items():
+        tools[name] = plugin(f"tools.custom.{name}", target)
+    return tools
+
+
+def chosen(tools: Mapping[str, Tool], names: Sequence[str]) -> dict[str, Tool]:
+    """The named tools, in the order of the names."""
+    return {name: tools[name] for name in names}

@@ -1,0 +1,235 @@
+"""The vllm engine: one Ray actor per policy, each around vLLM's asynchronous engine, on CPU or GPU.
+
+Prompts go in and ids come out as token ids. Every sampling value is sent explicitly, the seed is a function of the
+run's seed and the request's key, and the policy version in a completion is the actor's own count. There is no sleep:
+on CPU vLLM's is a silent no-op. Prompts with embeddings are refused, since they would cross processes, and because
+together with LoRA they crash vLLM on Llama-like models; so the engine may serve adapters, and never has both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import EngineConfig
+from agentrl.errors import ConfigError, EngineError
+from agentrl.grammar import GrammarFactory
+from agentrl.launch.cluster import Cluster
+from agentrl.protocols import WeightSource
+from agentrl.rollout.engine import end_ids
+from agentrl.rollout.faults import PromptTooLongError
+from agentrl.rollout.vllm_actor import VLLMActor, describe
+from agentrl.rollout.vllm_fields import (
+    check_output,
+    engine_environment,
+    engine_fields,
+    installed_build,
+    local_gpus,
+    no_gpu,
+    prompt_ids,
+    request_seed,
+    sampling_fields,
+    threads_share,
+)
+from agentrl.rollout.weight_folder import weight_folder
+from agentrl.types import Completion, Request
+
+
+class VLLMEngine:
+    """Serves policies through vLLM. Implements `agentrl.protocols.Engine`; made by `await VLLMEngine.start(...)`."""
+
+    def __init__(self, policies: Mapping[str, Path], *, seed: int, cluster: Cluster) -> None:
+        self.actors: dict[str, Any] = {}
+        self._folders = dict(policies)
+        self._seed = seed
+        self._cluster = cluster
+        self._pids: dict[str, int] = {}
+        self._windows: dict[str, int] = {}
+        self._grammars: dict[str, GrammarFactory] = {}
+        self._end_ids = {name: end_ids(folder) for name, folder in policies.items()}
+        self._in_flight: Counter[str] = Counter()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        policies: Mapping[str, Path],
+        *,
+        dtype: str,
+        seed: int,
+        threads: int | None = None,
+        gpus: int | None = None,
+        max_model_len: int | None = None,
+        address: str | None = None,
+        start_timeout_s: float = 600.0,
+        debug: bool = False,
+    ) -> VLLMEngine:
+        """Start Ray on loopback (or join `address`) and one engine per policy (name -> folder), one after the other.
+
+        `dtype` ("float32" or "bfloat16") and `max_model_len` count where `config` does not set them. `threads` are the
+        CPU threads of each engine (none: all cores for one policy, an equal share for several); `gpus` how many GPUs
+        to use (none: all, 0 is for the CPU build only). Each phase may take `start_timeout_s`. Raises `MissingError`
+        without the packages or the GPU that the installed build needs, and `EngineError` that names the phase when
+        the start fails or takes too long. Whatever was started is gone when it raises.
+        """
+        build = installed_build()
+        if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
+            raise no_gpu()
+        cluster = await asyncio.to_thread(Cluster.start, address=address, num_gpus=gpus, debug=debug)
+        engine = cls(policies, seed=seed, cluster=cluster)
+        try:
+            num_gpus = cluster.num_gpus if build == "gpu" else 0
+            if build == "gpu" and num_gpus == 0:
+                raise no_gpu()
+            share = min(1.0, num_gpus / len(policies))
+            environment = engine_environment(
+                build, threads=threads or threads_share(len(policies)), bind=len(policies) == 1 and threads is None
+            )
+            environment["VLLM_LOGGING_LEVEL"] = "INFO" if debug else "WARNING"
+            for policy, folder in policies.items():
+                fields = engine_fields(
+                    config, folder, build=build, dtype=dtype, seed=seed, max_model_len=max_model_len, gpu_share=share
+                )
+                await engine._start_actor(policy, fields, environment, share, start_timeout_s)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion. Raises `PromptTooLongError` when the prompt leaves no room in the window,
+        `ConfigError` for a request that vLLM cannot serve as it is, `EngineError` when the engine is dead."""
+        self._check(request.policy)
+        policy, sampling = request.policy, request.sampling
+        ids = prompt_ids(request.prompt)
+        window = self._windows[policy]
+        if len(ids) >= window:
+            raise PromptTooLongError(len(ids), window)
+        grammar = self._grammar(policy) if sampling.grammar is not None else None
+        if grammar is not None and sampling.grammar is not None:
+            grammar.matcher(sampling.grammar)  # a grammar that does not compile is the user's fault, told here
+        fields = sampling_fields(
+            sampling,
+            seed=request_seed(self._seed, request.key),
+            room=window - len(ids),
+            end_ids=(*self._end_ids[policy], *(grammar.eos_ids if grammar else ())),
+        )
+        self._in_flight[policy] += 1
+        try:
+            out = await self._call(policy, self.actors[policy].generate.remote(list(ids), fields), "sampling")
+        finally:
+            self._in_flight[policy] -= 1
+        if "invalid" in out:
+            raise ConfigError(f"vLLM refuses a request of {request.key}: {out['invalid']}", "change its sampling")
+        check_output(out, policy)
+        sampled = tuple(out["ids"])
+        constrained = forced = (False,) * len(sampled)
+        if grammar is not None and sampling.grammar is not None:
+            replay = grammar.replay(sampling.grammar, sampled)
+            constrained, forced = tuple(replay.constrained_T.tolist()), tuple(replay.forced_T.tolist())
+        return Completion(
+            ids=sampled,
+            logprobs=tuple(out["logprobs"]),
+            constrained=constrained,
+            forced=forced,
+            finish_reason=out["finish_reason"],
+            policy_version=out["policy_version"],
+        )
+
+    async def load_weights(self, policy: str, version: int, source: WeightSource, *, timeout_s: float = 600.0) -> int:
+        """Replace a policy's weights, forget cached prefixes, and return the version that the actor now serves.
+
+        Tensors go through a temporary safetensors folder. What the workers then hold is compared with the files (see
+        `WeightCheck`). Raises `EngineError` while requests of the policy are in flight, and when anything differs or
+        is missing.
+        """
+        self._check(policy)
+        if self._in_flight[policy]:
+            raise EngineError(
+                f"{self._in_flight[policy]} requests of policy {policy!r} are in flight; its weights cannot change",
+                "await every completion before the weight sync",
+            )
+        with weight_folder(source, self._folders[policy]) as folder:
+            call = self.actors[policy].load.remote(str(folder), version, version ^ self._seed)
+            report = await self._call(policy, call, "the weight sync", timeout_s)
+        names = [*report["missing"], *report["different"]]
+        if names or not report["compared"] or report["version"] != version:
+            fault = "are missing from the source" if report["missing"] else "differ from the source after loading"
+            raise EngineError(
+                f"policy {policy!r} did not take version {version}: {len(names)} weights {fault}: {names[:3]}",
+                "send every parameter of the same model, by its Hugging Face name",
+            )
+        return int(report["version"])
+
+    async def close(self) -> None:
+        """End the engines, then the cluster if it is ours. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.actors:
+            import ray
+
+            for actor in self.actors.values():
+                # a dead or stuck actor is killed below; nothing is to be told of it at the end of a run
+                with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                    await asyncio.wait_for(_resolved(actor.close.remote()), 15)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(actor)
+            self.actors.clear()
+        await asyncio.to_thread(self._cluster.close)
+
+    async def _start_actor(
+        self, policy: str, fields: dict[str, Any], environment: Mapping[str, str], gpus: float, timeout_s: float
+    ) -> None:
+        import ray
+
+        # num_cpus 0: Ray's CPU slots place nothing here; the threads are set in the environment.
+        remote = ray.remote(VLLMActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=4096, max_restarts=0)
+        self.actors[policy] = actor = remote.remote()
+        self._pids[policy] = await self._call(policy, actor.pid.remote(), "placing the engine's actor", 120)
+        info = await self._call(policy, actor.start.remote(fields, environment), "loading the model", timeout_s)
+        self._windows[policy] = int(info["max_model_len"])
+
+    async def _call(self, policy: str, ref: Any, phase: str, timeout_s: float | None = None) -> Any:
+        import ray
+
+        try:
+            return await asyncio.wait_for(_resolved(ref), timeout_s)
+        except TimeoutError:
+            cause = f"{phase} took more than {timeout_s:g} s"
+        except ray.exceptions.RayTaskError as fault:
+            cause = f"{phase} failed: {_one_line(fault.cause)}"
+        except ray.exceptions.RayError as fault:
+            cause = f"{phase} failed: {describe(fault, self._cluster.log_tail(self._pids.get(policy, 0)))}"
+        raise EngineError(f"vllm engine of policy {policy!r}: {cause}", "see the cause; rerun with --debug for its log")
+
+    def _check(self, policy: str) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed", "make a new engine")
+        if policy not in self.actors:
+            raise EngineError(f"no policy {policy!r} in the engine", f"use one of {sorted(self.actors)}")
+
+    def _grammar(self, policy: str) -> GrammarFactory:
+        if policy not in self._grammars:
+            self._grammars[policy] = GrammarFactory.from_folder(self._folders[policy])
+        return self._grammars[policy]
+
+
+async def _resolved(ref: Any) -> Any:
+    """The value behind a Ray reference; cancelling the wait cancels the task, and with it vLLM's request."""
+    import ray
+
+    try:
+        return await ref
+    except asyncio.CancelledError:
+        ray.cancel(ref)
+        raise
+
+
+def _one_line(fault: BaseException | None) -> str:
+    return " ".join(str(fault).split())[:600]
