@@ -101,13 +101,18 @@ class VLLMActor:
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
             await self._engine.collective_rpc("repack_head")
             await self._forget_prefixes()
-            (report, *_) = await self._engine.collective_rpc("check_weights", args=(folder, seed))
+            report = await self.compare(folder, seed)
         except Exception as fault:  # noqa: BLE001 - crosses processes as text, the driver has no vLLM
             raise RuntimeError(describe(fault, _own_stderr())) from None
         finally:
             self._loading = False
         self._version = version
         return {"version": self._version, **report}
+
+    async def compare(self, folder: str, seed: int) -> dict[str, Any]:
+        """What `WeightCheck.check_weights` says of the served weights and `folder`."""
+        (report,) = await self._engine.collective_rpc("check_weights", args=(folder, seed))
+        return report
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -161,7 +166,8 @@ class WeightCheck:
         rng = random.Random(seed)
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         dtype = self.model_config.dtype  # type: ignore[attr-defined]
-        files = _WeightFiles(Path(folder), getattr(model, "packed_modules_mapping", {}))
+        fusions = getattr(model, "packed_modules_mapping", {})  # vLLM gives it only to models that fuse
+        files = _WeightFiles(Path(folder), fusions)
         linears = [(n, m) for n, m in model.named_modules() if isinstance(m, LinearBase)]
         embeddings = [(n, m) for n, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)]
         vectors = [(n, p) for n, p in model.named_parameters() if p.dim() == 1 and p.numel()]
