@@ -44,20 +44,40 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     """
     import torch
 
-    from agentrl.rollout.engine import make_engine
-
     placed = plan(recipe.launch, detect())
     torch.set_num_threads(placed.threads)
     folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
     gate = Gate()
     tools = make_tools(recipe)
     dtype = next(iter(recipe.policy_models.values())).dtype
-    engine = make_engine(recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
+    engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window)
     try:
         formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
         yield Session(placed, folders, engine, gate, tools, formats)
     finally:
         await engine.close()
+
+
+async def start_engine(
+    recipe: BaseRecipe, folders: Mapping[str, Path], gate: Gate, *, dtype: str, seed: int, window: int | None
+) -> Engine:
+    """The engine of `recipe.engine`; `dtype` and `window` hold where its own keys are not set."""
+    from agentrl.rollout.engine import make_engine
+
+    if recipe.engine.kind != "vllm":
+        return make_engine(recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
+    from agentrl.rollout.vllm import VLLMEngine
+
+    return await VLLMEngine.start(
+        recipe.engine,
+        folders,
+        dtype=recipe.engine.dtype or dtype,
+        seed=seed,
+        threads=recipe.launch.threads,
+        gpus=recipe.launch.gpus,
+        max_model_len=recipe.engine.max_model_len or window,
+        address=recipe.launch.address,
+    )
 
 
 def model_folder(model: ModelConfig, policy: str, runs: str) -> Path:

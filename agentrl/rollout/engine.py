@@ -47,10 +47,6 @@ def make_engine(
             deterministic=config.deterministic,
             max_model_len=window,
         )
-    if config.kind == "vllm":
-        from agentrl.rollout.vllm import VLLMEngine
-
-        return VLLMEngine(config, policies, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
     from agentrl.rollout.hf import HFEngine
 
     return HFEngine(

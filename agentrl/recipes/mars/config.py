@@ -23,6 +23,7 @@ from agentrl.config.schema import (
 )
 
 SYSTEM2, SYSTEM1 = "system2", "system1"
+ANSWER_NOW = "No more tool calls are possible. Give your answer now: <answer>ANSWER</answer>"
 
 
 def _system2() -> AgentConfig:
@@ -60,6 +61,7 @@ class MarsConfig(Section):
     bypass_tokens: int = Field(0, ge=0, description="results of at most so many tokens in all skip System 1; 0 is off")
     answer_reserve: int = Field(1_024, ge=1, description="response tokens kept free for the answer when merging")
     final_answer: bool = Field(True, description="at the turn limit, one last completion without tools")
+    answer_now: str = Field(ANSWER_NOW, description="what the environment adds before that; empty adds nothing")
     advantage_std: Literal["unbiased", "population"] = Field("unbiased", description="n-1 as public GRPO code, or n")
     advantage_eps: float = Field(1e-6, ge=0, description="added to the standard deviation")
     # Ablations (specs E4).
@@ -137,6 +139,8 @@ class MarsRecipe(BaseRecipe):
             raise ValueError("mars.distil_template: must hold {question} exactly when mars.include_question is true")
         if (self.reward == "judge") != (self.judge is not None):
             raise ValueError("reward: judge needs the section judge, and the section has no effect without it")
+        if "answer_now" in mars.model_fields_set and not mars.final_answer:
+            raise ValueError("mars.answer_now: has no effect with mars.final_answer: false")
         unknown = set(s2.tools) - self.tool_names
         if unknown:
             raise ValueError(f"agents.system2.tools: {sorted(unknown)[0]!r} is not set up under tools")

@@ -31,7 +31,6 @@ serves it, write: nothing relevant"""
 
 NOTHING_RELEVANT = "nothing relevant"
 NO_RESULTS = "The tool returned no results."
-ANSWER_NOW = "No more tool calls are possible. Give your answer now: <answer>ANSWER</answer>"
 NO_ACTION = "There was neither a tool call nor an answer. The right form is: {usage} or <answer>ANSWER</answer>"
 
 

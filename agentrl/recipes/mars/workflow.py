@@ -21,7 +21,6 @@ from agentrl.protocols import Tool, ToolResult
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig, MarsRecipe
 from agentrl.recipes.mars.packing import TextBin, cut_to, pack_results
 from agentrl.recipes.mars.prompts import (
-    ANSWER_NOW,
     NO_ACTION,
     NO_RESULTS,
     NOTHING_RELEVANT,
@@ -195,8 +194,8 @@ class _Rollout:
                 replies = await self.ctx.gather(*(self._answer(turn, attempt) for attempt in attempts))
             else:
                 replies = [self._no_action()]
-            if final and self.w.mars.final_answer:
-                replies.append(Reply(ANSWER_NOW, Observation(ANSWER_NOW)))
+            if final and self.w.mars.final_answer and self.w.mars.answer_now:
+                replies.append(Reply(self.w.mars.answer_now, Observation(self.w.mars.answer_now)))
             texts = self._fit([reply.text for reply in replies])
             delta = self.context.observation_delta(texts, self.w.mars.observation_role)
             self.context = self.context.append(delta)
