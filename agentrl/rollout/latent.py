@@ -1,0 +1,322 @@
+"""Latent rollouts: a frozen model thinks m steps in its own hidden space, without a head and without sampling.
+
+    h_1 = last hidden state (after the final norm) of the prompt;  e_k = link(h_k) is fed as the next input;
+    h_{k+1} = last hidden state with e_k appended.  h_m is stored and never fed back: m states from m forwards.
+
+Source: "Recursive Multi-Agent Systems", arXiv 2604.25917, section 3, and its released code, which re-runs the whole
+prefix at each step. Here the prompt is computed once into a key-value cache: L + m - 1 positions instead of
+m L + m (m - 1) / 2. The link is any callable (..., D) -> (..., D); its output is cast to the model's dtype.
+
+Rows are left-padded, so the last column is always live, and positions count a row's own tokens only.
+
+Shapes: B rows, L longest prompt, m latent steps, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+from agentrl.errors import ConfigError, RunFailedError
+from agentrl.rollout.hf_attention import ATTENTION, use_prefix_attention
+from agentrl.rollout.latent_cache import LatentCache, PromptMemory
+from agentrl.types import Embeddings, LatentAction, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LinkFn = Callable[[Tensor], Tensor]
+Gradient = Literal["full", "first"]
+
+
+class Backbone:
+    """One frozen model, shared by every agent that names it.
+
+    Freezes the model, puts it into eval mode, and takes its decoder stack (last state after the final norm) and its
+    embedding module, which scales where the model does. Raises `ConfigError` for a model with its own gradient
+    checkpointing on: that drops the cache, and each latent step would see one token.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel) -> None:
+        if model.is_gradient_checkpointing:
+            raise ConfigError(
+                f"model {name!r} has transformers' gradient checkpointing on, which drops the cache",
+                "switch it off: latent rollouts are checkpointed as a whole",
+            )
+        if model.config._attn_implementation != ATTENTION:
+            use_prefix_attention(model)
+        self.name = name
+        self.model = model.requires_grad_(False).eval()
+        self.decoder: nn.Module = model.get_decoder()
+        self.embeddings: nn.Module = model.get_input_embeddings()
+        config = model.config.get_text_config()
+        self.num_layers = int(config.num_hidden_layers)
+        self.window = int(config.max_position_embeddings)
+        sliding = config.to_dict().get("sliding_window")
+        self.sliding_window = None if sliding is None else int(sliding)
+
+    @property
+    def dim(self) -> int:
+        return int(self.embeddings.weight.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embeddings.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embeddings.weight.device
+
+    def embed(self, prompt: Prompt, skip: int = 0) -> Tensor:
+        """The input embeddings of a prompt without its first `skip` ids, (L - skip, D); blocks keep their gradient.
+
+        Raises `ConfigError` for a block of another width.
+        """
+        parts = []
+        for segment in prompt.segments:
+            if isinstance(segment, Embeddings):
+                block = segment.handle
+                if not isinstance(block, Tensor) or tuple(block.shape) != (segment.length, self.dim):
+                    shape = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
+                    raise ConfigError(
+                        f"a block of embeddings is {shape}, model {self.name!r} takes ({segment.length}, {self.dim})",
+                        "send it through the outer link of this edge",
+                    )
+                parts.append(block.to(self.device, self.dtype))
+                continue
+            ids = segment[skip:]
+            skip = max(0, skip - len(segment))
+            if ids:
+                parts.append(self.embeddings(torch.tensor(ids, device=self.device)))
+        return torch.cat(parts)
+
+    def check_fits(self, length: int, new: int, what: str) -> None:
+        """Raises `ConfigError` when `length` prompt positions and `new` further ones exceed the model's window."""
+        if length + new > self.window:
+            raise ConfigError(
+                f"model {self.name!r}: a prompt of {length} positions and {new} {what} need {length + new}, "
+                f"its window is {self.window}",
+                "shorten the question, or lower latent_steps or max_tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The raw states of a batch of latent rollouts, and what they cost.
+
+    `states_BmD` in the model's dtype; `norms_Bm` their lengths (fp32, detached); per row: the prompt's positions, how
+    many of them were taken from memory, and the forward positions computed (padding not counted).
+    """
+
+    states_BmD: Tensor
+    norms_Bm: Tensor
+    prompt_positions: tuple[int, ...]
+    reused: tuple[int, ...]
+    computed: tuple[int, ...]
+
+    def actions(self, agent: str) -> tuple[LatentAction, ...]:
+        """One accounting value per row."""
+        steps = self.states_BmD.shape[1]
+        rows = zip(self.computed, self.norms_Bm.tolist(), strict=True)
+        return tuple(LatentAction(agent, steps, computed, tuple(norms)) for computed, norms in rows)
+
+
+def fill_slots(parts: Sequence[Sequence[int]], blocks: Sequence[Tensor]) -> Prompt:
+    """[parts_0; blocks_0; parts_1; ...]: n + 1 runs of ids around n blocks of shape (k, D), in order.
+
+    An empty block (m = 0) leaves nothing in its slot. Raises `ConfigError` when slots and blocks do not match in
+    number, and `RunFailedError` for a block that holds NaN or infinity.
+    """
+    if len(parts) != len(blocks) + 1:
+        raise ConfigError(
+            f"a prompt with {len(parts) - 1} slots cannot take {len(blocks)} latent blocks",
+            "write one slot marker per incoming edge",
+        )
+    segments: list[tuple[int, ...] | Embeddings] = [tuple(parts[0])]
+    for index, (block, ids) in enumerate(zip(blocks, parts[1:], strict=True)):
+        if not bool(torch.isfinite(block.detach()).all()):
+            raise RunFailedError(
+                f"the latent block of slot {index + 1} ({tuple(block.shape)}) holds NaN or infinity",
+                "train the links again with a lower optim.lr, or load whole ones",
+            )
+        if block.shape[0]:
+            segments.append(Embeddings(block, block.shape[0], block.shape[1]))
+        segments.append(tuple(ids))
+    return Prompt(tuple(s for s in segments if not isinstance(s, tuple) or s))
+
+
+@torch.no_grad()
+def latent_rollout(
+    backbone: Backbone, prompts: Sequence[Prompt], link: LinkFn, steps: int, *, memory: PromptMemory | None = None
+) -> Rollout:
+    """m cached latent steps for every prompt, without gradients.
+
+    `memory` keeps the leading text of the same questions between rounds, so that it is computed once. Raises
+    `ConfigError` for a prompt that is empty or does not fit the window, `RunFailedError` for a state that is not
+    finite.
+    """
+    lengths = _check(backbone, prompts, steps)
+    if steps == 0:
+        return _finish(backbone, _no_states(backbone, len(prompts)), lengths, (0,) * len(prompts))
+    kept = None if memory is None else memory.recall(prompts, backbone.device)
+    if kept is not None and _gaps_break_window(backbone, lengths, kept.reused, kept.mask_BK, steps):
+        kept = None
+    reused = (0,) * len(prompts) if kept is None else kept.reused
+    embeds_BRD, mask_BL = pad_prompts(backbone, prompts, reused)
+    if kept is not None:
+        mask_BL = torch.cat([kept.mask_BK, mask_BL], dim=1)
+    width = mask_BL.shape[1]
+    cache = LatentCache(backbone.num_layers, 0) if kept is None else kept.cache
+    cache.cut(0 if kept is None else kept.mask_BK.shape[1], width + steps - 1)
+    cached = {"past_key_values": cache, "prefix_cache": cache, "use_cache": True}
+    states_BmD = _unroll(backbone, embeds_BRD, mask_BL, link, steps, cached, "full")
+    if memory is not None:
+        memory.keep(cache, prompts, [width - length for length in lengths], kept)
+    return _finish(backbone, states_BmD, lengths, reused)
+
+
+def latent_rollout_with_grad(
+    backbone: Backbone,
+    prompts: Sequence[Prompt],
+    link: LinkFn,
+    steps: int,
+    *,
+    gradient: Gradient = "full",
+    checkpointed: bool = True,
+) -> Rollout:
+    """The same rollout with gradients to the link and to the prompts' blocks.
+
+    `gradient`: "full" through every latent step; "first" through the first state only (the later ones are detached).
+    With `checkpointed` only the prompt's embeddings are kept until the backward pass, which recomputes the whole
+    rollout on a fresh cache. Raises as `latent_rollout`.
+    """
+    lengths = _check(backbone, prompts, steps)
+    none = (0,) * len(prompts)
+    if steps == 0:
+        return _finish(backbone, _no_states(backbone, len(prompts)), lengths, none)
+    embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
+
+    def run(inputs_BLD: Tensor) -> Tensor:
+        cached = {"past_key_values": DynamicCache(), "use_cache": True}
+        return _unroll(backbone, inputs_BLD, mask_BL, link, steps, cached, gradient)
+
+    if checkpointed:
+        states_BmD = checkpoint(run, embeds_BLD, use_reentrant=False, preserve_rng_state=False)
+    else:
+        states_BmD = run(embeds_BLD)
+    return _finish(backbone, states_BmD, lengths, none)
+
+
+@torch.no_grad()
+def latent_rollout_without_cache(backbone: Backbone, prompts: Sequence[Prompt], link: LinkFn, steps: int) -> Rollout:
+    """The published form, which re-runs the whole prefix at each step: the reference for tests and benchmarks."""
+    lengths = _check(backbone, prompts, steps)
+    embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
+    states = []
+    for step in range(steps):
+        if step:
+            embeds_BLD = torch.cat([embeds_BLD, link(states[-1]).to(backbone.dtype)[:, None]], dim=1)
+            mask_BL = _longer(mask_BL)
+        out = backbone.decoder(
+            inputs_embeds=embeds_BLD, attention_mask=mask_BL, position_ids=positions_of(mask_BL), use_cache=False
+        )
+        states.append(out.last_hidden_state[:, -1])
+    states_BmD = torch.stack(states, dim=1) if states else _no_states(backbone, len(prompts))
+    computed = tuple(steps * length + steps * (steps - 1) // 2 for length in lengths)
+    return Rollout(states_BmD, states_BmD.float().norm(dim=-1), tuple(lengths), (0,) * len(lengths), computed)
+
+
+def pad_prompts(
+    backbone: Backbone, prompts: Sequence[Prompt], skip: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Left-padded embeddings (B, L, D) and their mask (B, L); pads are zero vectors. `skip[b]` leading ids are left
+    out."""
+    blocks = [backbone.embed(prompt, 0 if skip is None else skip[b]) for b, prompt in enumerate(prompts)]
+    longest = max(block.shape[0] for block in blocks)
+    mask_BL = torch.ones(len(blocks), longest, dtype=torch.long, device=backbone.device)
+    for b, block in enumerate(blocks):
+        mask_BL[b, : longest - block.shape[0]] = 0
+    return pad_sequence(blocks, batch_first=True, padding_side="left"), mask_BL
+
+
+def positions_of(mask_BL: Tensor) -> Tensor:
+    """Positions that count a row's own tokens from 0, whatever padding stands before or between them."""
+    return (mask_BL.cumsum(-1) - 1).clamp_(min=0)
+
+
+def _unroll(
+    backbone: Backbone,
+    embeds_BRD: Tensor,
+    mask_BL: Tensor,
+    link: LinkFn,
+    steps: int,
+    cached: dict[str, object],
+    gradient: Gradient,
+) -> Tensor:
+    """The states (B, m, D). `mask_BL` covers what the cache holds already and the new embeddings."""
+    new = embeds_BRD.shape[1]
+    positions_BL = positions_of(mask_BL)
+    out = backbone.decoder(
+        inputs_embeds=embeds_BRD, attention_mask=mask_BL, position_ids=positions_BL[:, -new:], **cached
+    )
+    states = [out.last_hidden_state[:, -1]]
+    next_B1 = positions_BL[:, -1:]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and gradient == "full"):
+        for _ in range(steps - 1):
+            mask_BL, next_B1 = _longer(mask_BL), next_B1 + 1
+            embed_B1D = link(states[-1]).to(backbone.dtype)[:, None]
+            out = backbone.decoder(inputs_embeds=embed_B1D, attention_mask=mask_BL, position_ids=next_B1, **cached)
+            states.append(out.last_hidden_state[:, -1])
+    return torch.stack(states, dim=1)
+
+
+def _longer(mask_BL: Tensor) -> Tensor:
+    return torch.cat([mask_BL, mask_BL.new_ones(mask_BL.shape[0], 1)], dim=1)
+
+
+def _no_states(backbone: Backbone, rows: int) -> Tensor:
+    return torch.zeros(rows, 0, backbone.dim, dtype=backbone.dtype, device=backbone.device)
+
+
+def _check(backbone: Backbone, prompts: Sequence[Prompt], steps: int) -> list[int]:
+    if steps < 0:
+        raise ConfigError(f"latent_steps is {steps}", "set it to 0 or more")
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths, default=0) == 0:
+        raise ConfigError(f"model {backbone.name!r} got an empty prompt", "give the agent a prompt")
+    backbone.check_fits(max(lengths), max(steps - 1, 0), "latent steps fed back")
+    return lengths
+
+
+def _gaps_break_window(
+    backbone: Backbone, lengths: Sequence[int], reused: Sequence[int], mask_BK: Tensor, steps: int
+) -> bool:
+    """A sliding window counts columns of the cache, so a gap between a row's tokens is only harmless while the whole
+    row fits the window."""
+    rests = [length - count for length, count in zip(lengths, reused, strict=True)]
+    width = mask_BK.shape[1] + max(rests) + steps
+    if backbone.sliding_window is None or width <= backbone.sliding_window:
+        return False
+    return len(set(rests)) > 1 or not bool(mask_BK[:, -1].all())
+
+
+def _finish(backbone: Backbone, states_BmD: Tensor, lengths: Sequence[int], reused: Sequence[int]) -> Rollout:
+    norms_Bm = states_BmD.detach().float().norm(dim=-1)
+    bad = (~torch.isfinite(norms_Bm)).nonzero()
+    if len(bad):
+        row, step = bad[0].tolist()
+        raise RunFailedError(
+            f"model {backbone.name!r}: the hidden state of row {row + 1} at latent step {step + 1} of "
+            f"{states_BmD.shape[1]} is not finite",
+            "the links have diverged: load an earlier checkpoint, or train with a lower optim.lr",
+        )
+    steps = states_BmD.shape[1]
+    computed = tuple(n - r + steps - 1 if steps else 0 for n, r in zip(lengths, reused, strict=True))
+    return Rollout(states_BmD, norms_Bm, tuple(lengths), tuple(reused), computed)
