@@ -187,12 +187,19 @@ def export_command(
     dest: Annotated[Path, typer.Argument(metavar="DEST")],
     step: Annotated[int | None, typer.Option("--step", metavar="N")] = None,
     policy: Annotated[str | None, typer.Option("--policy", metavar="P")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="D", help="float32 or bfloat16; the run's compute dtype if not set."),
+    ] = None,
+    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Where runs lie by name.")] = "runs",
     debug: DebugOption = False,
 ) -> None:
     with console.session(debug=debug):
+        if dtype not in (None, "float32", "bfloat16"):
+            raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
         from agentrl.cli.export import export
 
-        _leave(export(run, step, policy, dest))
+        export(run, step, policy, dest, run_dir, dtype)
 
 
 for group in (recipes_app, models_app, data_app, mars_app):

@@ -1,0 +1,69 @@
+"""A policy's folder in a checkpoint -> a plain Hugging Face folder for any other program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from agentrl.errors import ConfigError, RunFailedError
+from agentrl.models.folders import weight_files
+
+Dtype = Literal["float32", "bfloat16"]
+_OURS = ("optimizer.safetensors", "policy.json")  # what training keeps beside the model
+
+
+def export_folder(source: Path, dest: Path, dtype: Dtype) -> Path:
+    """Write `source`'s model to `dest` with every float weight in `dtype`; `config.json` says so.
+
+    The folder appears whole or not at all. Raises `ConfigError` where `dest` is a file or a folder that holds
+    something, `MissingError` where `source` is no whole model folder, and `RunFailedError` for a full disk.
+    """
+    weights = weight_files(source)
+    with _new_folder(dest) as folder:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path not in weights and path.name not in _OURS:
+                shutil.copyfile(path, folder / path.name)
+        for path in weights:
+            _convert(path, folder / path.name, dtype)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+    return dest
+
+
+def _convert(source: Path, dest: Path, dtype: Dtype) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target = getattr(torch, dtype)
+    tensors = {n: t.to(target) if t.is_floating_point() else t for n, t in load_file(source).items()}
+    save_file(tensors, dest, {"format": "pt"})
+    dest.chmod(0o644)  # safetensors leaves a file that only its owner can read
+
+
+@contextmanager
+def _new_folder(dest: Path) -> Iterator[Path]:
+    """A folder to fill beside `dest`, which it becomes when the body ends without a fault."""
+    if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
+        kind = "holds files" if dest.is_dir() else "is a file"
+        raise ConfigError(f"DEST: {dest} {kind}; nothing was written", "name a new folder, or empty that one")
+    try:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        temp = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
+    except OSError as error:
+        raise ConfigError(f"DEST: {dest} cannot be written ({error.strerror})", "name another folder") from error
+    try:
+        yield temp
+        temp.chmod(0o755)
+        temp.replace(dest)
+    except OSError as error:
+        raise RunFailedError(
+            f"{dest} cannot be written ({error.strerror})", "make room, or name another disk"
+        ) from error
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
