@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -217,12 +218,25 @@ class StepTable:
     `log` (the `Tracker` protocol) takes a finished step's metrics. It writes to stderr; `--quiet` mutes it.
     """
 
-    COLUMNS = ("reward/mean", "loss", "grad_norm", "kl/mismatch", "tokens/generated", "time/total")
+    COLUMNS: Mapping[str, str] = MappingProxyType(
+        {
+            "reward/mean": "reward",
+            "eval/score": "held-out",
+            "loss": "loss",
+            "grad_norm": "grad",
+            "kl/mismatch": "gap",
+            "tokens/s": "tokens/s",
+            "time/rollout": "rollout s",
+            "time/update": "update s",
+            "time/total": "total s",
+        }
+    )
     ROWS = 12
 
-    def __init__(self, columns: Sequence[str] = COLUMNS) -> None:
-        self._columns = tuple(columns)
-        self._rows: list[tuple[int, Mapping[str, float]]] = []
+    def __init__(self, columns: Mapping[str, str] = COLUMNS) -> None:
+        """`columns`: metric -> how it is headed. A metric that a step does not have is left out."""
+        self._columns = dict(columns)
+        self._rows: list[tuple[int, Mapping[str, float | None]]] = []
         self._first, self._total = 1, 0
         self._started = time.monotonic()
         self._phase = ""
@@ -249,12 +263,15 @@ class StepTable:
         self._phase = f"{name} {done}/{of}" if of else name
         self._refresh()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._rows.append((step, dict(metrics)))
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._rows.append((step, dict(metrics) | _speed(metrics)))
         self._phase = ""
         self._refresh()
         if self._live is None:
-            shown = [f"{name} {_number(metrics[name])}" for name in self._columns if name in metrics]
+            row = self._rows[-1][1]
+            shown = [
+                f"{head} {_number(row[name])}" for name, head in self._columns.items() if row.get(name) is not None
+            ]
             note(f"step {step}/{self._total}  " + "  ".join([*shown, f"left {self.time_left()}"]))
 
     def note(self, text: str) -> None:
@@ -291,15 +308,29 @@ class StepTable:
         from rich.text import Text
 
         grid = Table()
-        for name in ("step", *self._columns):
+        rows = self._rows[-self.ROWS :]
+        # A metric that no step has gets no column, once there is a step.
+        shown = [c for c in self._columns if not rows or any(metrics.get(c) is not None for _, metrics in rows)]
+        for name in ("step", *(self._columns[c] for c in shown)):
             grid.add_column(name, justify="right")
-        for step, metrics in self._rows[-self.ROWS :]:
-            grid.add_row(str(step), *(_number(metrics[c]) if c in metrics else "-" for c in self._columns))
+        for step, metrics in rows:
+            grid.add_row(str(step), *(_number(metrics.get(c)) for c in shown))
         last = self._rows[-1][0] if self._rows else self._first - 1
         line = Text(f"step {min(last + 1, self._total)} of {self._total}  {self._phase}  left {self.time_left()}")
         # The bar ends without a line break, so it stands last.
         return Group(grid, line, ProgressBar(total=max(1, self._total), completed=last, width=60))
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _speed(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Sampled tokens per second of rolling out, where something was sampled."""
+    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/rollout")
+    return {"tokens/s": tokens / seconds} if tokens and seconds else {}
+
+
+def _number(value: float | None) -> str:
+    """Three or four digits; a whole number as it is."""
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli import console
+from agentrl.cli.summary import show_summary
 
 if TYPE_CHECKING:
     from agentrl.config.load import Loaded
@@ -113,20 +114,6 @@ def run_verb(
         console.json(summary)
     else:
         show_summary(summary)
-
-
-def show_summary(summary: dict[str, Any], prefix: str = "") -> None:
-    """A summary as lines `key: value`; per-item values are left to `--json` and the run folder."""
-    for key, value in summary.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            if key not in ("items", "versions", "config"):
-                show_summary(value, f"{name}.")
-        elif isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list, tuple)) for item in value):
-            for index, item in enumerate(value):
-                show_summary(item if isinstance(item, dict) else {"": item}, f"{name}[{index}].")
-        else:
-            console.out(f"{name}: {round(value, 6) if isinstance(value, float) else value}")
 
 
 def loaded_rows(loaded: Loaded) -> list[tuple[str, str, str]]:

@@ -158,7 +158,7 @@ def test_json_keeps_stdout_to_one_object_whatever_libraries_print(agentrl):
     assert result["origin"] == "--set"
     assert "a library prints" in done.err
     assert "a child prints" in done.err
-    assert "step 3/3  reward/mean 1  loss 0.1667  left 0:00:00" in done.err
+    assert "step 3/3  reward 1  loss 0.167  left 0:00:00" in done.err
 
 
 def test_json_errors_are_on_stdout_too(agentrl):
@@ -235,7 +235,7 @@ def test_a_terminal_gets_a_live_table_with_the_time_left_and_no_colour_where_it_
                 text += chunk
         os.close(terminal)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert b"reward/mean" in text
+        assert b"reward" in text
         assert b"step 2 of 2" in text
         assert b"left 0:00:0" in text
         assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", text) or b"\x1b[9" in text) is (no_color == "")

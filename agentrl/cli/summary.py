@@ -1,0 +1,74 @@
+"""What a verb returned, as lines for a reader: plain values first, then answers with their traces, then scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.cli import console
+
+_LEFT_OUT = ("items", "versions", "config")  # `--json` and the run folder hold them
+_SCORES = {"eval_before": "held-out before", "eval_after": "held-out after", "eval": "held-out", "rise": "rise"}
+
+
+def show_summary(summary: Mapping[str, Any]) -> None:
+    """Print a summary: `key: value` lines, an answer with who said what, and each evaluation in one line at the end."""
+    last: list[str] = []
+    for key, value in summary.items():
+        if key in _SCORES and _is_score(value):
+            last.append(f"{_SCORES[key]}: {_rise(value) if key == 'rise' else _score(value)}")
+        elif key == "answers" and isinstance(value, (list, tuple)) and all("turns" in item for item in value):
+            for answer in value:
+                _show_answer(answer)
+        else:
+            _show(key, value)
+    for line in last:
+        console.out(line)
+
+
+def _show(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _LEFT_OUT:
+                _show(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        for index, item in enumerate(value):
+            _show(f"{name}[{index}]", item)
+    else:
+        console.out(f"{name}: {round(value, 6) if isinstance(value, float) else value}")
+
+
+def _show_answer(answer: Mapping[str, Any]) -> None:
+    """A question, who said what, what came back where no other agent's words say it already, and the answer."""
+    console.out(f"question: {answer['question']}")
+    told = {turn.get("parent") for turn in answer["turns"]}
+    for place, turn in enumerate(answer["turns"]):
+        console.out(_indented(turn["agent"], turn["text"]))
+        if turn.get("observation") and place not in told:
+            console.out(_indented(turn.get("tool") or "environment", turn["observation"]))
+    reason = f" ({answer['status_reason']})" if answer.get("status_reason") else ""
+    console.out(f"answer: {'none' if answer['answer'] is None else answer['answer']}{reason}")
+
+
+def _indented(who: str, text: str) -> str:
+    head = f"  {who}: "
+    return head + text.strip().replace("\n", "\n" + " " * len(head))
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"low", "high", "n"} <= set(value)
+
+
+def _score(block: Mapping[str, Any]) -> str:
+    """`0.640 (128/200, 95% interval 0.571 to 0.703)`."""
+    if block["score"] is None:
+        return f"no score ({block['missing']} missing)"
+    missing = f", {block['missing']} missing" if block.get("missing") else ""
+    interval = f"95% interval {block['low']:.3f} to {block['high']:.3f}"
+    return f"{block['score']:.3f} ({block['k']}/{block['n']}, {interval}{missing})"
+
+
+def _rise(block: Mapping[str, Any]) -> str:
+    if block["value"] is None:
+        return "no item has both scores"
+    return f"{block['value']:+.3f} (paired 95% interval {block['low']:+.3f} to {block['high']:+.3f}, n {block['n']})"
