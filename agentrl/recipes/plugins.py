@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from agentrl.errors import ConfigError
 
 
 def plugin(key: str, target: str) -> Any:
-    """Call the function that `target` names, and return what it makes. Raises `ConfigError` naming the key."""
+    """Call the function that `target` names, without arguments, and return what it makes.
+
+    Raises `ConfigError` naming the key where there is no such function or it takes arguments; what the function itself
+    raises passes through.
+    """
     module, colon, name = target.partition(":")
     if not colon:
         raise ConfigError(f"{key}: {target!r} is neither built in nor module:function", "name it module:function")
+    fix = "name it module:function, importable from here"
     try:
-        return vars(importlib.import_module(module))[name]()
+        function = vars(importlib.import_module(module))[name]
     except (ImportError, KeyError) as error:
-        raise ConfigError(
-            f"{key}: {target!r} cannot be loaded: {error}", "name it module:function, importable from here"
-        ) from error
+        raise ConfigError(f"{key}: {target!r} cannot be loaded: {error}", fix) from error
+    if not callable(function):
+        raise ConfigError(f"{key}: {target!r} is {type(function).__name__}, not a function", fix)
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        wanted = "write a function without arguments that returns it"
+        raise ConfigError(f"{key}: {target!r} cannot be called without arguments: {error}", wanted) from error
+    return function()

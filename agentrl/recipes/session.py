@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
@@ -16,6 +17,7 @@ from agentrl.launch.devices import Plan, detect, plan
 from agentrl.models import resolve
 from agentrl.protocols import Engine, Tool
 from agentrl.recipes.plugins import plugin
+from agentrl.recipes.quiet import quiet_libraries
 from agentrl.rollout.gate import Gate
 from agentrl.run import latest_checkpoint
 
@@ -50,12 +52,13 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     gate = Gate()
     tools = make_tools(recipe)
     dtype = next(iter(recipe.policy_models.values())).dtype
-    engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window)
-    try:
-        formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
-        yield Session(placed, folders, engine, gate, tools, formats)
-    finally:
-        await engine.close()
+    with quiet_libraries():
+        engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window)
+        try:
+            formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
+            yield Session(placed, folders, engine, gate, tools, formats)
+        finally:
+            await engine.close()
 
 
 async def start_engine(
@@ -128,6 +131,17 @@ def make_tools(recipe: BaseRecipe) -> dict[str, Tool]:
     for name, target in recipe.tools.custom.items():
         tools[name] = plugin(f"tools.custom.{name}", target)
     return tools
+
+
+def tool_forms(recipe: BaseRecipe) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Name -> (description, parameters) of the recipe's tools. No index is built. Raises as `make_tools` does."""
+    from agentrl.rollout.tools.search import SearchTool
+
+    others = make_tools(recipe.model_copy(update={"tools": recipe.tools.model_copy(update={"search": None})}))
+    forms = {name: (tool.description, tool.parameters) for name, tool in others.items()}
+    if recipe.tools.search is not None:
+        forms["search"] = (SearchTool.description, SearchTool.parameters)
+    return forms
 
 
 def chosen(tools: Mapping[str, Tool], names: Sequence[str]) -> dict[str, Tool]:

@@ -174,9 +174,9 @@ class MarsRecipe(BaseRecipe):
     @classmethod
     def smoke(cls) -> dict[str, Any]:
         """The same method on the embedded model, data and tools, two steps long."""
-        from agentrl.recipes.mars.smoke import SMOKE
+        from agentrl.recipes.mars.smoke import smoke_overrides
 
-        return dict(SMOKE)
+        return smoke_overrides()
 
 
 def _check_template(key: str, template: str, names: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Recipe -> the parts of a MARS run: workflow, tasks, window."""
+"""Recipe -> the parts of a MARS run: workflow, tasks, window, samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
 from agentrl.recipes.mars.prompts import tool_schemas
 from agentrl.recipes.mars.workflow import MarsWorkflow
 from agentrl.recipes.session import Session, chosen
-from agentrl.types import Task
+from agentrl.types import MaskReason, Sample, ScoredTrajectory, Task
+from agentrl.update.samples import to_samples
 
 
 def window(recipe: MarsRecipe) -> int:
@@ -31,6 +32,17 @@ def make_workflow(recipe: MarsRecipe, session: Session, temperature: float | Non
         SYSTEM1: session.chat(recipe.agents[SYSTEM1].policy, False),
     }
     return MarsWorkflow(recipe, chats, tools, temperature)
+
+
+def samples_of(recipe: MarsRecipe, scored: ScoredTrajectory) -> list[Sample]:
+    """One System 2 sample and one System 1 sample per bin; a role that is not trained is masked FROZEN."""
+
+    def fate(agent: str) -> MaskReason | None:
+        frozen = recipe.policy_models[recipe.agents[agent].policy].mode == "frozen"
+        left_out = recipe.mars.train not in ("both", agent)
+        return MaskReason.FROZEN if frozen or left_out else None
+
+    return to_samples(scored, part_of=str, fate_of=fate, constrained=recipe.algorithm.constrained)
 
 
 def train_tasks(recipe: MarsRecipe) -> list[Task]:

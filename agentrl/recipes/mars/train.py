@@ -21,16 +21,16 @@ from agentrl.recipes.mars.credit import Credit, assign
 from agentrl.recipes.mars.evaluate import evaluate_once
 from agentrl.recipes.mars.metrics import mars_metrics
 from agentrl.recipes.mars.reward import make_reward
-from agentrl.recipes.mars.setup import eval_tasks, make_workflow, train_tasks, window
+from agentrl.recipes.mars.setup import eval_tasks, make_workflow, samples_of, train_tasks, window
+from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
 from agentrl.recipes.session import Session, open_session
 from agentrl.records import trajectory_from_record
 from agentrl.run import Run
-from agentrl.types import MaskReason, Sample, ScoredTrajectory, Task
+from agentrl.types import ScoredTrajectory, Task
 from agentrl.update.checkpoint import load_policy, save_policy
 from agentrl.update.policy import Policy
-from agentrl.update.samples import to_samples
 from agentrl.update.scorer import Scorer
 from agentrl.update.step import UpdateResult, update_policy
 from agentrl.update.weight_sync import sync
@@ -49,14 +49,20 @@ class Training:
     reward: Reward
     tasks: Sequence[Task]
     held_out: Sequence[Task]
+    recorded: Recorded | None = None
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
     best: float | None = None
 
 
 def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
-    """Train by MARS and return the summary. Raises `KeyboardInterrupt` after an interrupted run was saved."""
-    if options.from_rollouts is not None:
-        raise ConfigError("--from-rollouts: MARS has no such mode in this version", "train without --from-rollouts")
+    """Train by MARS and return the summary. Raises `KeyboardInterrupt` after an interrupted run was saved.
+
+    `--from-rollouts` takes each step's trajectories from a recorded run, up to its last step or `run.steps`.
+    """
+    recorded = None if options.from_rollouts is None else Recorded.open(options.from_rollouts)
+    if recorded is not None:
+        steps = min(recipe.run.steps, len(recorded))
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
     with (
         Run.create(
             recipe.run.dir,
@@ -70,14 +76,18 @@ def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
         ) as run,
         interruptible(options.progress.note) as interrupt,
     ):
-        return asyncio.run(_train(recipe, options, run, interrupt))
+        return asyncio.run(_train(recipe, options, run, interrupt, recorded))
 
 
-async def _train(recipe: MarsRecipe, options: VerbOptions, run: Run, interrupt: Interrupt) -> dict[str, Any]:
+async def _train(
+    recipe: MarsRecipe, options: VerbOptions, run: Run, interrupt: Interrupt, recorded: Recorded | None
+) -> dict[str, Any]:
     tasks, held_out = train_tasks(recipe), eval_tasks(recipe) if recipe.data.eval.path else []
     async with open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session:
         policies, references = make_policies(recipe, session)
-        t = Training(recipe, options, run, session, policies, references, make_reward(recipe), tasks, held_out)
+        t = Training(
+            recipe, options, run, session, policies, references, make_reward(recipe), tasks, held_out, recorded
+        )
         first = await _restore(t)
         options.progress.begin(recipe.run.steps, first)
         if first == 1 and 0 not in t.evals:
@@ -97,9 +107,8 @@ async def train_step(t: Training, step: int) -> None:
     """One step of MARS (section 6.5): the questions, their rollouts, credit, one update, sync, records."""
     started = time.monotonic()
     recipe = t.recipe
-    tasks = order(t.tasks, recipe.run.seed, step, recipe.rollout.questions_per_step, shuffle=recipe.data.shuffle)
-    collected = await _rollouts(t, tasks, step)
-    samples = [s for one in collected.scored for s in _samples(recipe, one)]
+    collected = await _rollouts(t, step)
+    samples = [s for one in collected.scored for s in samples_of(recipe, one)]
     credit = assign(samples, recipe.mars, seed=recipe.run.seed, step=step)
     updating = time.monotonic()
     results = update_policies(t.policies, t.references, credit, recipe, step)
@@ -114,19 +123,25 @@ async def train_step(t: Training, step: int) -> None:
     _record(t, step, collected, credit, results, times)
 
 
-async def _rollouts(t: Training, tasks: Sequence[Task], step: int) -> Collected:
-    """G rollouts of each question. Finished ones of a broken step are reused, but for the deterministic mode."""
-    reuse = t.run.resumed and not t.recipe.engine.deterministic
+async def _rollouts(t: Training, step: int) -> Collected:
+    """G rollouts of each question. Finished ones of a broken step are reused, but for the deterministic mode; with
+    `--from-rollouts` the recorded ones are taken."""
+    recipe = t.recipe
+    if t.recorded is not None:
+        decode = {name: format.decode_completion for name, format in t.session.formats.items()}
+        return t.recorded.step(step, recipe, {n: p.version for n, p in t.policies.items()}, decode)
+    tasks = order(t.tasks, recipe.run.seed, step, recipe.rollout.questions_per_step, shuffle=recipe.data.shuffle)
+    reuse = t.run.resumed and not recipe.engine.deterministic
     parts = [trajectory_from_record(r) for r in t.run.read_part(step)] if reuse else []
     versions = {p.version for p in t.policies.values()}
     done = {p.trajectory.id: p for p in parts if _versions(p) <= versions}
     writer = t.run.open_step(step, keep_part=bool(done))
     return await collect(
         t.session,
-        jobs_for(tasks, t.recipe.rollout.group_size, "train", step),
-        make_workflow(t.recipe, t.session),
+        jobs_for(tasks, recipe.rollout.group_size, "train", step),
+        make_workflow(recipe, t.session),
         t.reward,
-        max_concurrent=t.recipe.rollout.max_concurrent,
+        max_concurrent=recipe.rollout.max_concurrent,
         writer=writer,
         done=done,
         progress=t.options.progress,
@@ -135,17 +150,6 @@ async def _rollouts(t: Training, tasks: Sequence[Task], step: int) -> Collected:
 
 def _versions(scored: ScoredTrajectory) -> set[int]:
     return {turn.action.completion.policy_version for turn in scored.trajectory.turns}
-
-
-def _samples(recipe: MarsRecipe, scored: ScoredTrajectory) -> list[Sample]:
-    """One System 2 sample and one System 1 sample per bin; a role that is not trained is masked FROZEN."""
-
-    def fate(agent: str) -> MaskReason | None:
-        frozen = recipe.policy_models[recipe.agents[agent].policy].mode == "frozen"
-        left_out = recipe.mars.train not in ("both", agent)
-        return MaskReason.FROZEN if frozen or left_out else None
-
-    return to_samples(scored, part_of=str, fate_of=fate, constrained=recipe.algorithm.constrained)
 
 
 def make_policies(recipe: MarsRecipe, session: Session) -> tuple[dict[str, Policy], dict[str, Scorer]]:
@@ -236,6 +240,11 @@ async def _restore(t: Training) -> int:
         raise DataError(
             "data.path: the training data changed since this run was saved", "resume with the data it began with"
         )
+    if state.state.get("rollouts") != _rollouts_of(t):
+        raise ConfigError(
+            f"--from-rollouts: this run was trained on {state.state.get('rollouts') or 'fresh rollouts'}",
+            "resume it with the same --from-rollouts, or without it as it began",
+        )
     for name, policy in t.policies.items():
         if policy.trainable:
             load_policy(policy, state.folder / "policies" / name)
@@ -248,11 +257,15 @@ async def _restore(t: Training) -> int:
 def _save(t: Training, step: int) -> None:
     evals = {str(k): v for k, v in t.evals.items()}
     score = _mean(t.evals[step]) if step in t.evals else None
-    state = {"evals": evals, "data": fingerprint(t.tasks)}
+    state = {"evals": evals, "data": fingerprint(t.tasks), "rollouts": _rollouts_of(t)}
     with t.run.checkpoint(step, state=state, score=score) as folder:
         for name, policy in t.policies.items():
             if policy.trainable:
                 save_policy(policy, folder / "policies" / name)
+
+
+def _rollouts_of(t: Training) -> str | None:
+    return None if t.recorded is None else str(t.recorded.folder)
 
 
 def _summarise(t: Training, step: int, status: str) -> dict[str, Any]:
