@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_CHARS = 100_000
+_MAX_STRAY_BRACES = 100
 _FENCE = re.compile(r"\A```[A-Za-z]*\s*\n(.*?)\n?\s*```\Z", re.DOTALL)
 _NUMBER = r"([+-]?\d+(?:\.\d+)?)"
 _OF_TEN = r"(?:[ \t]*/[ \t]*10|[ \t]+out[ \t]+of[ \t]+10)?"
@@ -118,13 +119,15 @@ def _json_value(text: str, key: str) -> Any:
 
 def _objects(text: str, decoder: json.JSONDecoder) -> list[dict[str, Any]]:
     """Every outermost JSON object in the text."""
-    found, at = [], text.find("{")
+    found, failed, at = [], 0, text.find("{")
     while at >= 0:
+        if failed > _MAX_STRAY_BRACES:
+            raise ValueError("the reply is full of braces that open nothing")
         try:
             value, end = decoder.raw_decode(text, at)
             found.append(value)
         except json.JSONDecodeError:
-            end = at + 1
+            failed, end = failed + 1, at + 1
         except RecursionError as error:
             raise ValueError("the reply is nested too deeply") from error
         at = text.find("{", end)
