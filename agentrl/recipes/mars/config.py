@@ -59,7 +59,11 @@ class MarsConfig(Section):
     distil_template: str = Field("{items}\n\nPurpose: {purpose}", description="System 1's user turn")
     include_question: bool = Field(False, description="show System 1 the question too; silent in the sources")
     bypass_tokens: int = Field(0, ge=0, description="results of at most so many tokens in all skip System 1; 0 is off")
+    error_tokens: int = Field(512, ge=0, description="a tool's error longer than this is distilled like a result")
     answer_reserve: int = Field(1_024, ge=1, description="response tokens kept free for the answer when merging")
+    stop_at_tags: bool = Field(
+        True, description="a completion ends at its first closing call or answer tag, else at the end token"
+    )
     final_answer: bool = Field(True, description="at the turn limit, one last completion without tools")
     answer_now: str = Field(ANSWER_NOW, description="what the environment adds before that; empty adds nothing")
     advantage_std: Literal["unbiased", "population"] = Field("unbiased", description="n-1 as public GRPO code, or n")
@@ -124,10 +128,7 @@ class MarsRecipe(BaseRecipe):
             raise ValueError("agents.system1.max_turns: System 1 is stateless and speaks once per bin; leave it at 1")
         if s1.tools:
             raise ValueError("agents.system1.tools: System 1 calls no tools; list them under agents.system2.tools")
-        if mars.system1 == "off" and mars.train != "both":
-            raise ValueError(f"mars.train: {mars.train} has no effect with mars.system1: off; only System 2 speaks")
-        if mars.sample_first and mars.balance == "none":
-            raise ValueError("mars.sample_first: has no effect with mars.balance: none")
+        _check_effects(mars)
         if mars.answer_reserve >= s2.max_response_tokens:
             raise ValueError("mars.answer_reserve: must be smaller than agents.system2.max_response_tokens")
         for key, names in (
@@ -139,15 +140,9 @@ class MarsRecipe(BaseRecipe):
             raise ValueError("mars.distil_template: must hold {question} exactly when mars.include_question is true")
         if (self.reward == "judge") != (self.judge is not None):
             raise ValueError("reward: judge needs the section judge, and the section has no effect without it")
-        if "answer_now" in mars.model_fields_set and not mars.final_answer:
-            raise ValueError("mars.answer_now: has no effect with mars.final_answer: false")
         unknown = set(s2.tools) - self.tool_names
         if unknown:
             raise ValueError(f"agents.system2.tools: {sorted(unknown)[0]!r} is not set up under tools")
-        if not mars.call_grammar:
-            for key in ("max_query_chars", "max_purpose_chars", "max_answer_chars"):
-                if key in mars.model_fields_set:
-                    raise ValueError(f"mars.{key}: has no effect without mars.call_grammar")
         return self
 
     @property
@@ -167,9 +162,15 @@ class MarsRecipe(BaseRecipe):
         for name, section in (("web", self.tools.web), ("scholar", self.tools.scholar)):
             if section is not None:
                 found.append(Endpoint(f"tools.{name}", "", section.api_key_env))
-        if self.judge is not None:
+        if self.judge is not None and self.judge.replay is None:
             found.append(Endpoint("judge", self.judge.base_url, self.judge.api_key_env))
         return tuple(found)
+
+    def findings(self) -> list[tuple[str, str, str]]:
+        """A reward that cannot be had, and prompts that leave no room in their budgets."""
+        from agentrl.recipes.mars.findings import findings
+
+        return list(findings(self))
 
     @classmethod
     def smoke(cls) -> dict[str, Any]:
@@ -179,16 +180,49 @@ class MarsRecipe(BaseRecipe):
         return smoke_overrides()
 
 
+def _check_effects(mars: MarsConfig) -> None:
+    """Refuse switches that change nothing beside the others. Raises `ValueError` with the key.
+
+    System 1's own texts and limits may stay with `system1: off`: an arm is the same recipe with one switch turned.
+    """
+    changed = {name for name, field in MarsConfig.model_fields.items() if getattr(mars, name) != field.default}
+    dead: list[tuple[bool, tuple[str, ...], str]] = [
+        (
+            mars.system1 == "off",
+            ("train", "balance", "sample_first", "normalise", "packing"),
+            "with mars.system1: off; only System 2 speaks",
+        ),
+        (mars.train == "system2", ("balance", "sample_first"), "with mars.train: system2; System 1 is not trained"),
+        (mars.balance == "none", ("sample_first",), "with mars.balance: none"),
+        (not mars.final_answer, ("answer_now",), "with mars.final_answer: false"),
+        (mars.call_grammar, ("stop_at_tags",), "with mars.call_grammar: the grammar ends the completion"),
+        (
+            not mars.call_grammar,
+            ("max_query_chars", "max_purpose_chars", "max_answer_chars"),
+            "without mars.call_grammar",
+        ),
+    ]
+    for holds, keys, why in dead:
+        for key in keys:
+            if holds and key in changed:
+                raise ValueError(f"mars.{key}: has no effect {why}")
+    if mars.sample_first and mars.balance == "weighted":
+        raise ValueError("mars.balance: weighted draws by advantages, which mars.sample_first has not computed yet")
+
+
 def _check_template(key: str, template: str, names: set[str]) -> None:
     try:
-        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        found = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ValueError(f"mars.{key}: {error}; write a literal brace twice") from error
+    fields = set(found)
     needed = names - {"index", "header", "question"}
     if fields - names:
         raise ValueError(f"mars.{key}: unknown field {sorted(fields - names)[0]!r}, there are {sorted(names)}")
     if needed - fields:
         raise ValueError(f"mars.{key}: the field {{{sorted(needed - fields)[0]}}} is missing")
+    if found.count("items") > 1:
+        raise ValueError(f"mars.{key}: {{items}} may stand once; a bin is as large as System 1's prompt")
 
 
 def _tuples(value: Any) -> Any:

@@ -28,18 +28,21 @@ class TextBin:
 
 
 def cut_to(text: str, limit: int, encode: Encode, decode: Decode) -> tuple[str, int]:
-    """The longest beginning of `text` that encodes to at most `limit` tokens, and how many tokens were cut.
+    """The beginning of `text` that encodes to `limit` tokens, and how many tokens were cut.
 
-    A cut inside a character, or one that encodes differently alone, moves back until it fits.
+    A cut inside a character, or one that encodes differently alone, moves back until it fits, so it may hold fewer.
     """
     ids = encode(text)
-    if len(ids) <= limit:
-        return text, 0
+    return (text, 0) if len(ids) <= limit else _cut(ids, limit, encode, decode)
+
+
+def _cut(ids: tuple[int, ...], limit: int, encode: Encode, decode: Decode) -> tuple[str, int]:
     keep = max(0, limit)
     while keep > 0:
-        cut = decode(ids[:keep]).rstrip("�")
-        if len(encode(cut)) <= limit:
-            return cut, len(ids) - keep
+        begun = decode(ids[:keep]).rstrip("�")
+        size = len(encode(begun))
+        if size <= limit:
+            return begun, len(ids) - size
         keep -= 1
     return "", len(ids)
 
@@ -51,11 +54,13 @@ def pack_results(
 
     `separator` tokens stand between two items, so every item counts its length and one separator, and a bin of
     capacity C holds C + separator of that. An item longer than C is cut to C and alone. "single" puts each item in
-    a bin of its own; "truncate" lays all in one bin and cuts what does not fit.
+    a bin of its own; "truncate" lays all in one bin, in their order, and cuts everything beyond its end.
     """
+    ids = [encode(text) for text in texts]
     if packing == "truncate":
-        return _one_bin(texts, capacity, separator, encode, decode)
-    lengths = [len(encode(text)) + separator for text in texts]
+        return _one_bin(texts, ids, capacity, separator, encode, decode)
+    lengths = [len(one) + separator for one in ids]
+    groups: list[tuple[int, ...]]
     if packing == "single":
         groups = [(i,) for i in range(len(texts))]
     else:
@@ -63,20 +68,35 @@ def pack_results(
     bins = []
     for group in groups:
         members = tuple(sorted(group))
-        cuts = [cut_to(texts[i], capacity, encode, decode) for i in members]
-        used = sum(len(encode(text)) for text, _ in cuts) + separator * (len(cuts) - 1)
-        bins.append(TextBin(members, tuple(text for text, _ in cuts), used, sum(cut for _, cut in cuts)))
+        if len(ids[members[0]]) > capacity:
+            text, cut = _cut(ids[members[0]], capacity, encode, decode)
+            bins.append(TextBin(members, (text,), len(ids[members[0]]) - cut, cut))
+        else:
+            used = sum(lengths[i] for i in members) - separator
+            bins.append(TextBin(members, tuple(texts[i] for i in members), used, 0))
     return sorted(bins, key=lambda b: b.first_item)
 
 
-def _one_bin(texts: Sequence[str], capacity: int, separator: int, encode: Encode, decode: Decode) -> list[TextBin]:
+def _one_bin(
+    texts: Sequence[str],
+    ids: Sequence[tuple[int, ...]],
+    capacity: int,
+    separator: int,
+    encode: Encode,
+    decode: Decode,
+) -> list[TextBin]:
+    """The beginning of all results laid end to end, as plain truncation would keep it."""
     kept: list[str] = []
-    used = cut_tokens = 0
-    for text in texts:
-        room = capacity - used - (separator if kept else 0)
-        cut, lost = cut_to(text, room, encode, decode)
-        cut_tokens += lost
+    used = lost = 0
+    for i, text in enumerate(texts):
+        gap = separator if kept else 0
+        cut = 0
+        if used + gap + len(ids[i]) > capacity:
+            text, cut = _cut(ids[i], capacity - used - gap, encode, decode)
+            lost = cut + sum(map(len, ids[i + 1 :]))
+        if text or not cut:
+            kept.append(text)
+            used += gap + len(ids[i]) - cut
         if cut:
-            used += len(encode(cut)) + (separator if kept else 0)
-            kept.append(cut)
-    return [TextBin(tuple(range(len(kept))), tuple(kept), used, cut_tokens)] if kept else []
+            break
+    return [TextBin(tuple(range(len(kept))), tuple(kept), used, lost)] if kept else []

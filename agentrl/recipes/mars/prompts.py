@@ -31,7 +31,7 @@ serves it, write: nothing relevant"""
 
 NOTHING_RELEVANT = "nothing relevant"
 NO_RESULTS = "The tool returned no results."
-NO_ACTION = "There was neither a tool call nor an answer. The right form is: {usage} or <answer>ANSWER</answer>"
+ANSWER_FORM = "<answer>ANSWER</answer>"
 
 
 def system2_messages(agent: AgentConfig, tools: Mapping[str, Tool], syntax: Syntax, question: str) -> list[Message]:
@@ -69,6 +69,12 @@ def system1_messages(
             parts.append(Part(question))
     prompt = SYSTEM1_PROMPT if agent.prompt is None else agent.prompt
     return [*_opening(prompt, agent), Message("user", tuple(parts))]
+
+
+def no_action(usage: str) -> str:
+    """What System 2 hears when its completion neither calls a tool nor answers. `usage` is empty without tools."""
+    forms = " or ".join(form for form in (usage, ANSWER_FORM) if form)
+    return f"There was neither a tool call nor an answer. The right form is: {forms}"
 
 
 def item_text(template: str, index: int, header: str, text: str) -> str:

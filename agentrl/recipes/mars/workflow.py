@@ -3,13 +3,22 @@
 System 2's context grows append-only and never holds raw tool output. System 1 is stateless: its input is the purpose
 and one bin. All bins of a turn are distilled concurrently and merged in the order of their smallest original item.
 
-Where the sources are silent: a call without a purpose is refused with words to the model and uses up the turn; tool
-errors are text to System 2 and are not distilled; at the turn limit one last completion without tools is asked for
-(`mars.final_answer`); a response budget that is used up ends the rollout without an answer, which scores 0.
+Where the sources are silent (spec 3.2 to 3.5, 13):
+- a call without a purpose, or with one that leaves System 1 no room, is refused unexecuted, with words to the model,
+  and uses up the turn; an answer beside calls waits, beside faulty ones it stands;
+- a tool's error is text to System 2 as it is up to `mars.error_tokens`, and distilled beyond; results without items are
+  answered in words and make no System 1 sample; short results may skip System 1 (`mars.bypass_tokens`);
+- System 1 sees the purpose and the bin alone (`mars.include_question`) and does not think (its chat is opened so);
+- digests are joined in the order of each bin's smallest item, "nothing relevant" dropped but for one line; what does
+  not fit beside `mars.answer_reserve` is cut, the longest first, and counted;
+- at the turn limit one last completion without tools is asked for (`mars.final_answer`); without it the last turn's
+  calls are not executed, as nobody could read the results; a used up response budget ends the rollout the same way,
+  without an answer, which scores 0.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +30,10 @@ from agentrl.protocols import Tool, ToolResult
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig, MarsRecipe
 from agentrl.recipes.mars.packing import TextBin, cut_to, pack_results
 from agentrl.recipes.mars.prompts import (
-    NO_ACTION,
     NO_RESULTS,
     NOTHING_RELEVANT,
     item_text,
+    no_action,
     system1_messages,
     system2_messages,
     tool_schemas,
@@ -43,6 +52,7 @@ from agentrl.types import (
 )
 
 MIN_CAPACITY = 16
+PURPOSE_TOO_LONG = "The purpose is too long to be worked with. State it in one sentence."
 MERGE_SEPARATOR = "\n"
 
 
@@ -70,6 +80,11 @@ class Voice:
 
     def text(self, ids: Sequence[int]) -> str:
         return self.chat.format.decode_completion(ids)
+
+    def said(self, action: Action) -> str:
+        """The action's text from the opening of its thinking on, which may stand in the generation prompt."""
+        opened = re.search(r"<think>\s*$", self.chat.format.decode(action.request.prompt.ids[-16:]))
+        return f"<think>{action.text}" if opened else action.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +114,10 @@ class MarsWorkflow:
         self.system2, self.system1 = voice(SYSTEM2, 0), voice(SYSTEM1, 1)
         # Under a grammar the completion ends with the end token; else it may stop at the end of a call.
         self.stop: tuple[str, ...] = ()
-        if not self.mars.call_grammar:
+        if self.mars.stop_at_tags and not self.mars.call_grammar:
             names = ("tool_call",) if self.mars.call_syntax == "hermes" else tuple(tools)
             self.stop = tuple(f"</{name}>" for name in (*names, "answer"))
-        self._separator = len(self.system1.chat.format.encode_trusted("\n\n", continues=True))
+        self.separator = len(self.system1.chat.format.encode_trusted("\n\n", continues=True))
 
     async def run(self, task: Task, ctx: Rollout) -> Trajectory:
         """One rollout. Raises what the engine raises; a tool's fault is an observation."""
@@ -119,6 +134,10 @@ class MarsWorkflow:
             max_purpose_chars=self.mars.max_purpose_chars,
             max_answer_chars=self.mars.max_answer_chars,
         )
+
+    def capacity(self, purpose: str, question: str) -> int:
+        """Tokens that one bin may hold beside the template and the purpose; below 1 when these leave no room."""
+        return self.system1.config.max_prompt_tokens - len(self.system1_prompt([""], purpose, question))
 
     def system1_prompt(self, texts: Sequence[str], purpose: str, question: str) -> tuple[int, ...]:
         """Ids of System 1's prompt: f(purpose, bin), and the question where the recipe shows it."""
@@ -155,15 +174,23 @@ class _Rollout:
             calls_allowed = turn < last
             action = await self._think(turn, calls_allowed)
             self.context = self.context.after_completion(action.completion.ids)
-            parsed = parse(action.text, w.mars.call_syntax, w.schemas if calls_allowed else {})
-            over = self._over(action, parsed, calls_allowed)
+            parsed = parse(w.system2.said(action), w.mars.call_syntax, w.schemas if calls_allowed else {})
+            if calls_allowed:
+                self._count_faults(parsed)
+            over = self._over(turn, parsed)
             if over is not None:
                 self._record(Turn(action, None, turn, 0))
                 return self._end(*over)
-            await self._observe(turn, action, parsed, final=turn + 1 == last)
-            if self.remaining < 1:
-                return self._end(None, "truncated", "the response budget is used up")
-        return self._end(None, "turn_limit", f"no answer within {last} turns")
+            await self._observe(turn, action, parsed)
+        raise AssertionError("the last turn always ends the rollout")
+
+    def _count_faults(self, parsed: ParseResult) -> None:
+        faults: list[str] = [error.kind for error in parsed.errors]
+        if not faults and not parsed.calls and parsed.answer is None:
+            faults = ["no_action"]
+        for kind in faults:
+            self.counts["malformed_calls"] += 1
+            self.counts[f"malformed/{kind}"] += 1
 
     async def _think(self, turn: int, calls_allowed: bool) -> Action:
         w = self.w
@@ -173,19 +200,28 @@ class _Rollout:
         )
         return await self.ctx.act(SYSTEM2, request, w.system2.text)
 
-    def _over(
-        self, action: Action, parsed: ParseResult, calls_allowed: bool
-    ) -> tuple[str | None, TrajectoryStatus, str | None] | None:
-        """How the rollout ends here, or None when the world answers first."""
+    def _over(self, turn: int, parsed: ParseResult) -> tuple[str | None, TrajectoryStatus, str | None] | None:
+        """How the rollout ends after this completion, or None when the world answers and System 2 goes on."""
         if parsed.answer is not None and not parsed.calls:
             return parsed.answer, "ok", None
-        if not calls_allowed:
-            return None, "turn_limit", f"no answer within {self.w.system2.config.max_turns} turns"
-        if action.completion.finish_reason == "length" and not parsed.calls and self.remaining < 1:
+        last = self.w.system2.config.max_turns
+        if self._room(parsed, turn) < 1:
             return None, "truncated", "the response budget is used up"
+        if turn + 1 >= last + int(self.w.mars.final_answer):
+            return None, "turn_limit", f"no answer within {last} turns"
         return None
 
-    async def _observe(self, turn: int, action: Action, parsed: ParseResult, final: bool) -> None:
+    def _reminder(self, turn: int) -> str:
+        """What the environment adds to the last turn's answers, if anything."""
+        due = self.w.mars.final_answer and turn + 1 == self.w.system2.config.max_turns
+        return self.w.mars.answer_now if due else ""
+
+    def _room(self, parsed: ParseResult, turn: int) -> int:
+        """Response tokens left for answers and what follows, once the frame of the world's turn is taken off."""
+        num_texts = max(1, len(parsed.calls) + len(parsed.errors)) + bool(self._reminder(turn))
+        return self.remaining - len(self._frame([""] * num_texts))
+
+    async def _observe(self, turn: int, action: Action, parsed: ParseResult) -> None:
         """Answer System 2's calls and errors in their order, append the answers, and record the turn."""
         attempts: list[ToolCall | CallError] = sorted((*parsed.calls, *parsed.errors), key=lambda a: a.index)
         replies: list[Reply] = []
@@ -194,11 +230,15 @@ class _Rollout:
                 replies = await self.ctx.gather(*(self._answer(turn, attempt) for attempt in attempts))
             else:
                 replies = [self._no_action()]
-            if final and self.w.mars.final_answer and self.w.mars.answer_now:
-                replies.append(Reply(self.w.mars.answer_now, Observation(self.w.mars.answer_now)))
-            texts = self._fit([reply.text for reply in replies])
-            delta = self.context.observation_delta(texts, self.w.mars.observation_role)
-            self.context = self.context.append(delta)
+            reminder = self._reminder(turn)
+            if reminder:
+                replies.append(Reply(reminder, Observation(reminder)))
+            texts = self._fit([reply.text for reply in replies], self._room(parsed, turn))
+            replies = [
+                replace(r, observation=replace(r.observation, text=text))
+                for r, text in zip(replies, texts, strict=True)
+            ]
+            self.context = self.context.append(self._frame(texts))
         finally:
             self._record(Turn(action, _joined(replies), turn, 0), *(t for r in replies for t in r.distilled))
 
@@ -210,45 +250,58 @@ class _Rollout:
             self.ctx.record(item)
 
     def _no_action(self) -> Reply:
-        self.counts["malformed_calls"] += 1
-        form = usage(self.w.mars.call_syntax, self.w.schemas)
-        text = NO_ACTION.format(usage=form)
+        text = no_action(usage(self.w.mars.call_syntax, self.w.schemas))
         return Reply(text, Observation(text, error="no_action"))
 
     async def _answer(self, turn: int, attempt: ToolCall | CallError) -> Reply:
         if isinstance(attempt, CallError):
-            self.counts["malformed_calls"] += 1
-            self.counts[f"malformed/{attempt.kind}"] += 1
             return Reply(attempt.message, Observation(attempt.message, tool=attempt.name, error=attempt.kind))
+        if self.w.mars.system1 == "on" and self.w.capacity(attempt.purpose, self.task.question) < MIN_CAPACITY:
+            self.counts["malformed_calls"] += 1
+            self.counts["malformed/purpose_too_long"] += 1
+            about = Observation(PURPOSE_TOO_LONG, attempt.name, attempt.purpose, "purpose_too_long")
+            return Reply(PURPOSE_TOO_LONG, about)
         self.counts[f"calls/{attempt.name}"] += 1
         result = await self.ctx.call_tool(attempt.name, attempt.arguments)
-        return await self._distil(turn, attempt, result)
+        raw = self._undistilled(result)
+        if raw is None:
+            return await self._distil(turn, attempt, result)
+        about = Observation(raw, attempt.name, attempt.purpose, result.error, len(result.items))
+        return Reply(raw, about)
+
+    def _undistilled(self, result: ToolResult) -> str | None:
+        """What System 2 is told without System 1's help, None where the results are distilled."""
+        mars = self.w.mars
+        if not result.items:
+            return NO_RESULTS if result.error is None else f"The tool failed: {result.error}"
+        if result.error is not None:
+            raw, limit = "\n\n".join(item.text for item in result.items), mars.error_tokens
+        else:
+            raw, limit = "\n\n".join(self._items(result)), mars.bypass_tokens
+            if limit == 0 and mars.system1 == "on":
+                return None
+        short = mars.system1 == "off" or len(self.w.system1.chat.format.encode_world(raw)) <= limit
+        return raw if short else None
+
+    def _items(self, result: ToolResult) -> list[str]:
+        template = self.w.mars.item_template
+        return [item_text(template, i, item.header, item.text) for i, item in enumerate(result.items, 1)]
 
     async def _distil(self, turn: int, call: ToolCall, result: ToolResult) -> Reply:
         """Raw results -> bins -> System 1, one call per bin, all at once -> the merged digest."""
-        w = self.w
-        about = Observation("", tool=call.name, purpose=call.purpose, error=result.error, items=len(result.items))
-        if not result.items:
-            return Reply(NO_RESULTS, replace(about, text=NO_RESULTS))
-        texts = [item_text(w.mars.item_template, i, item.header, item.text) for i, item in enumerate(result.items, 1)]
-        if result.error is not None or w.mars.system1 == "off" or self._short(texts):
-            raw = "\n\n".join(item.text for item in result.items) if result.error else "\n\n".join(texts)
-            return Reply(raw, replace(about, text=raw))
-        capacity = w.system1.config.max_prompt_tokens - len(w.system1_prompt([""], call.purpose, self.task.question))
-        if capacity < MIN_CAPACITY:
-            self.counts["malformed_calls"] += 1
-            text = "The purpose is too long to be worked with. State it in one sentence."
-            return Reply(text, replace(about, text=text, error="purpose_too_long"))
-        format_ = w.system1.chat.format
-        bins = pack_results(texts, capacity, self.w._separator, format_.encode_world, format_.decode, w.mars.packing)
+        w, format_ = self.w, self.w.system1.chat.format
+        capacity = w.capacity(call.purpose, self.task.question)
+        encode, decode = format_.encode_world, format_.decode
+        bins = pack_results(self._items(result), capacity, w.separator, encode, decode, w.mars.packing)
+        cut = sum(b.truncated_tokens for b in bins)
         self.counts["bins"] += len(bins)
         self.counts["bin_tokens"] += sum(b.used for b in bins)
         self.counts["bin_capacity"] += capacity * len(bins)
-        cut = sum(b.truncated_tokens for b in bins)
         self.counts["truncated_tokens"] += cut
         distilled = await self.ctx.gather(*(self._read(turn, call, place, b) for place, b in enumerate(bins)))
-        text = merge([turn_.action.text for turn_ in distilled])
-        return Reply(text, replace(about, text=text, truncated_tokens=cut), tuple(distilled))
+        text = merge([w.system1.said(one.action) for one in distilled])
+        about = Observation(text, call.name, call.purpose, result.error, len(result.items), cut)
+        return Reply(text, about, tuple(distilled))
 
     async def _read(self, turn: int, call: ToolCall, place: int, bin_: TextBin) -> Turn:
         """System 1 on one bin."""
@@ -261,23 +314,24 @@ class _Rollout:
         action = await self.ctx.act(SYSTEM1, request, w.system1.text)
         return Turn(action, None, turn, 1, call.index, place)
 
-    def _short(self, texts: Sequence[str]) -> bool:
-        limit = self.w.mars.bypass_tokens
-        encode = self.w.system1.chat.format.encode_world
-        return limit > 0 and sum(len(encode(text)) for text in texts) <= limit
+    def _fit(self, texts: list[str], room: int) -> list[str]:
+        """Cut the answers so that `answer_reserve` of the `room` tokens stay free; counts what was cut.
 
-    def _fit(self, texts: list[str]) -> list[str]:
-        """Cut the answers so that the turn's frame and `answer_reserve` tokens stay free; counts what was cut."""
+        Short answers keep their whole text, and the long ones share what is left evenly: the reply to one call does
+        not swallow those to the others, or the reminder.
+        """
         format_ = self.w.system2.chat.format
-        room = self.remaining - self.w.mars.answer_reserve - len(self._frame([""] * len(texts)))
-        fitted = []
-        for text in texts:
-            kept, cut = cut_to(text, max(0, room), format_.encode_world, format_.decode)
-            if cut:
+        lengths = [len(format_.encode_world(text)) for text in texts]
+        room = max(0, room - self.w.mars.answer_reserve)
+        fitted = list(texts)
+        for place, i in enumerate(sorted(range(len(texts)), key=lambda i: (lengths[i], i))):
+            share = room // (len(texts) - place)
+            cut = 0
+            if lengths[i] > share:
+                fitted[i], cut = cut_to(texts[i], share, format_.encode_world, format_.decode)
                 self.counts["merge_cap_hits"] += 1
                 self.counts["merge_cut_tokens"] += cut
-            fitted.append(kept)
-            room -= len(format_.encode_world(kept))
+            room -= lengths[i] - cut
         return fitted
 
     def _frame(self, texts: Sequence[str]) -> tuple[int, ...]:
