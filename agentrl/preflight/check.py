@@ -262,10 +262,6 @@ def _not_built(recipe: BaseRecipe) -> Iterator[Finding]:
     for name, fix in (("web", "use tools.search over a local corpus"), ("scholar", "use tools.search")):
         if getattr(recipe.tools, name) is not None:
             yield Finding("error", f"tools.{name}", "this version has no such tool", f"{fix}, or --smoke", _ENVIRONMENT)
-    for endpoint in recipe.endpoints():
-        if endpoint.key == "judge":
-            fix = "set reward: exact_match (and judge to null), or --smoke"
-            yield Finding("error", "judge", "this version has no judge", fix, _ENVIRONMENT)
 
 
 def _data(recipe: BaseRecipe) -> Iterator[Finding]:

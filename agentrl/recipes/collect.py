@@ -111,6 +111,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float | None]:
     scored = collected.scored
     rewards = [s.outcome.value for s in scored if s.outcome.value is not None]
     failed = sum(s.trajectory.status == "failed" for s in scored)
+    judged = [s.outcome.info for s in scored if "cost_usd" in s.outcome.info]
+    costs = {f"judge/{key}": sum(info[key] for info in judged) for key in ("calls", "cost_usd") if judged}
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else None,
         "reward/std": statistics.pstdev(rewards) if rewards else None,
@@ -121,6 +123,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | None]:
         "tokens/generated": sum(len(t.action.completion.ids) for s in scored for t in s.trajectory.turns),
         "time/rollout": collected.rollout_s,
         "time/grade": collected.grade_s,
+        **costs,
     }
 
 

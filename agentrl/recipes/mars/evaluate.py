@@ -13,7 +13,7 @@ from agentrl.protocols import Reward
 from agentrl.recipes.collect import collect, jobs_for, rollout_metrics, total_counts
 from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.mars.config import MarsRecipe
-from agentrl.recipes.mars.reward import make_reward
+from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import eval_tasks, make_workflow, window
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.registry import Progress, VerbOptions
@@ -57,8 +57,11 @@ def evaluate(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
 
 
 async def _evaluate(recipe: MarsRecipe, options: VerbOptions, run: Run) -> dict[str, Any]:
-    tasks, reward = eval_tasks(recipe), make_reward(recipe)
-    async with open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session:
+    tasks = eval_tasks(recipe)
+    async with (
+        open_reward(recipe, options.progress.note) as reward,
+        open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
+    ):
         workflow = make_workflow(recipe, session, temperature=recipe.run.eval_temperature)
         writer = run.open_step(0)
         collected = await collect(

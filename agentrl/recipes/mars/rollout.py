@@ -10,7 +10,7 @@ from agentrl.data import order
 from agentrl.recipes.collect import collect, jobs_for, rollout_metrics, total_counts
 from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.mars.config import MarsRecipe
-from agentrl.recipes.mars.reward import make_reward
+from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import make_workflow, train_tasks, window
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.registry import VerbOptions
@@ -43,8 +43,10 @@ async def _rollout(recipe: MarsRecipe, options: VerbOptions, run: Run) -> dict[s
         recipe.rollout.questions_per_step,
         shuffle=recipe.data.shuffle,
     )
-    reward = make_reward(recipe)
-    async with open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session:
+    async with (
+        open_reward(recipe, options.progress.note) as reward,
+        open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
+    ):
         writer = run.open_step(FIRST_STEP)
         collected = await collect(
             session,

@@ -20,7 +20,7 @@ from agentrl.recipes.mars.config import MarsRecipe
 from agentrl.recipes.mars.credit import Credit, assign
 from agentrl.recipes.mars.evaluate import evaluate_once
 from agentrl.recipes.mars.metrics import mars_metrics
-from agentrl.recipes.mars.reward import make_reward
+from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import eval_tasks, make_workflow, samples_of, train_tasks, window
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
@@ -83,11 +83,12 @@ async def _train(
     recipe: MarsRecipe, options: VerbOptions, run: Run, interrupt: Interrupt, recorded: Recorded | None
 ) -> dict[str, Any]:
     tasks, held_out = train_tasks(recipe), eval_tasks(recipe) if recipe.data.eval.path else []
-    async with open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session:
+    async with (
+        open_reward(recipe, options.progress.note) as reward,
+        open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
+    ):
         policies, references = make_policies(recipe, session)
-        t = Training(
-            recipe, options, run, session, policies, references, make_reward(recipe), tasks, held_out, recorded
-        )
+        t = Training(recipe, options, run, session, policies, references, reward, tasks, held_out, recorded)
         first = await _restore(t)
         options.progress.begin(recipe.run.steps, first)
         if first == 1 and 0 not in t.evals:
