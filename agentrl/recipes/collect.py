@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter
@@ -101,9 +102,12 @@ async def _score(reward: Reward, trajectory: Trajectory) -> Score:
     if trajectory.status == "failed":
         return Score(None, f"rollout failed: {trajectory.status_reason}")
     try:
-        return await reward.score(trajectory.task, trajectory)
+        score = await reward.score(trajectory.task, trajectory)
     except Exception as error:  # noqa: BLE001 - a grader's fault is a missing score, counted and alarmed
         return Score(None, f"{type(error).__name__}: {error}")
+    if score.value is not None and not math.isfinite(score.value):
+        return Score(None, f"the reward is {score.value}, not a number", score.info)
+    return score
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | None]:

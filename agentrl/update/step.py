@@ -41,8 +41,8 @@ class _Tally:
 
     old: list[dict[int, float]]
     loss: dict[str, float] = field(default_factory=dict)
-    clipped: int = 0
-    active: int = 0
+    clipped: dict[str, int] = field(default_factory=dict)
+    active: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     cells: int = 0
     trained: int = 0
@@ -122,16 +122,16 @@ def _backward(
     value = float(loss.detach())
     if not math.isfinite(value):
         bad = next((n for n, x in enumerate(current_N.tolist()) if not math.isfinite(x)), 0)
+        where = credited[batch.sample_N[bad]].sample.id
         raise DivergedError(
-            f"policy {policy.name!r}: the loss is {value} (first at sample {credited[batch.sample_N[bad]].sample.id!r}, "
-            f"token {batch.token_N[bad]})",
+            f"policy {policy.name!r}: the loss is {value} (first at sample {where!r}, token {batch.token_N[bad]})",
             "resume from the last checkpoint with a lower optim.lr",
         )
     loss.backward()
     tally.add(batch, logprobs)
     tally.loss[batch.part] = tally.loss.get(batch.part, 0.0) + value
-    tally.clipped += int(out.clipped_T.sum())
-    tally.active += int(out.active_T.sum())
+    tally.clipped[batch.part] = tally.clipped.get(batch.part, 0) + int(out.clipped_T.sum())
+    tally.active[batch.part] = tally.active.get(batch.part, 0) + int(out.active_T.sum())
     tally.trained += batch.num_trained
 
 
@@ -147,6 +147,10 @@ def _with_reference(credited: Sequence[CreditedSample], reference: Scorer) -> li
     ]
 
 
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
 def _metrics(
     tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, float | None]:
@@ -155,7 +159,8 @@ def _metrics(
         **{f"loss/{part}": value for part, value in tally.loss.items()},
         "grad_norm": None if stats is None else stats.grad_norm,
         "lr": None if stats is None else stats.lr,
-        "clip_fraction": tally.clipped / tally.active if tally.active else 0.0,
+        "clip_fraction": _share(sum(tally.clipped.values()), sum(tally.active.values())),
+        **{f"clip_fraction/{part}": _share(tally.clipped[part], active) for part, active in tally.active.items()},
         "kl/ref": None if tally.reference is None else tally.reference.mean_kl,
         "kl/ref_max": None if tally.reference is None else tally.reference.max_kl,
         "kl/mismatch": None if tally.mismatch is None else tally.mismatch.mean_kl,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.recipes.collect import total_counts
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.credit import Credit
-from agentrl.types import ScoredTrajectory
-from agentrl.update.step import UpdateResult
+from agentrl.types import MaskReason, ScoredTrajectory
+from agentrl.update.step import UpdateResult, has_effect
 
-_PARTS = {SYSTEM1: "s1", SYSTEM2: "s2"}
+_PARTS = MappingProxyType({SYSTEM1: "s1", SYSTEM2: "s2"})
+_GIVEN = (MaskReason.PROMPT, MaskReason.WORLD)
 
 
 def mars_metrics(
@@ -23,17 +26,15 @@ def mars_metrics(
         out.update({f"{key}{suffix}": value for key, value in result.metrics.items() if key not in _moved(key)})
         out.update({_moved(key)[key]: value for key, value in result.metrics.items() if key in _moved(key)})
     counts = total_counts(scored)
-    calls = counts["calls/search"] + sum(v for k, v in counts.items() if k.startswith("calls/") and k != "calls/search")
-    packed = [s.trajectory.counts.get("bins", 0) for s in scored]
     num_calls = counts["tool_calls"]
     out |= dict(credit.metrics)
     out |= {
         "mars/tool_calls": num_calls,
-        "mars/tools_per_question": calls / len(scored) if scored else None,
+        "mars/tools_per_question": num_calls / len(scored) if scored else None,
         "mars/tool_errors": counts["tool_errors"],
         "mars/malformed_calls": counts["malformed_calls"],
         "mars/bins_per_call": counts["bins"] / num_calls if num_calls else None,
-        "mars/bins_per_trajectory": sum(packed) / len(packed) if packed else None,
+        "mars/bins_per_trajectory": counts["bins"] / len(scored) if scored else None,
         "mars/bin_fill": counts["bin_tokens"] / counts["bin_capacity"] if counts["bin_capacity"] else None,
         "mars/truncated_tokens": counts["truncated_tokens"],
         "mars/merge_cap_hits": counts["merge_cap_hits"],
@@ -42,9 +43,39 @@ def mars_metrics(
         "mars/response_tokens_s1": _mean_length(scored, SYSTEM1),
         "mars/response_tokens_s2": _mean_length(scored, SYSTEM2),
     }
-    for key in ("mars/loss_s1", "mars/loss_s2"):
-        out.setdefault(key, 0.0)
+    out |= masked_tokens(credit)
+    for role in ("s1", "s2"):
+        out.setdefault(f"mars/loss_{role}", 0.0)
+        out.setdefault(f"mars/clip_fraction_{role}", 0.0)
     return out
+
+
+def masked_tokens(credit: Credit) -> dict[str, float | None]:
+    """Sampled tokens that carry no loss, by reason: with those that do, all that were sampled (spec M4)."""
+    counts: Counter[str] = Counter()
+    for one in credit.credited:
+        counts.update(str(reason) for reason in one.sample.reasons if reason is not None)
+    return {f"tokens/masked/{reason}": counts[reason] for reason in MaskReason if reason not in _GIVEN}
+
+
+def untrained_reason(credit: Credit, kl_coef: float) -> str | None:
+    """Why a step trains no token, as one line of counts; None when it trains some."""
+    if any(has_effect(one, kl_coef) for one in credit.credited):
+        return None
+    if not credit.credited:
+        return "there are no samples"
+    samples = [one.sample for one in credit.credited]
+    table = {key.rpartition("/")[2]: count for key, count in masked_tokens(credit).items() if count}
+    open_tokens = sum(s.num_trained for s in samples)
+    if open_tokens:
+        table["no advantage"] = open_tokens
+    rewards: dict[str, set[float]] = {}
+    for sample in samples:
+        if sample.score.value is not None:
+            rewards.setdefault(sample.group, set()).add(sample.score.value)
+    varying = sum(len(values) > 1 for values in rewards.values())
+    tokens = ", ".join(f"{reason} {count}" for reason, count in table.items())
+    return f"tokens: {tokens or 'none'}; rewards differ in {varying} of {len({s.group for s in samples})} questions"
 
 
 def _moved(key: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.mars.config import MarsRecipe
 from agentrl.recipes.mars.credit import Credit, assign
 from agentrl.recipes.mars.evaluate import evaluate_once
-from agentrl.recipes.mars.metrics import mars_metrics
+from agentrl.recipes.mars.metrics import mars_metrics, untrained_reason
 from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import eval_tasks, make_workflow, samples_of, train_tasks, window
 from agentrl.recipes.recorded import Recorded
@@ -217,6 +217,9 @@ def _record(
         metrics["eval/score"] = _mean(t.evals[step])
     t.run.log_metrics(metrics)
     t.options.progress.log(step, metrics)
+    nothing = untrained_reason(credit, t.recipe.algorithm.kl_coef)
+    if nothing is not None:
+        t.options.progress.note(f"step {step} trained nothing: {nothing}")
     missing = metrics["reward/missing"] / max(1, len(collected.scored))
     if missing > 0.2:
         t.options.progress.note(f"step {step}: {missing:.0%} of the rewards are missing; see the trajectories' reasons")
