@@ -18,14 +18,17 @@ from agentrl.errors import ConfigError
 
 Tools = Sequence[Mapping[str, Any]]
 ObservationRole = Literal["tool", "user"]
+Runs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a message. Only trusted text (ours, never the world's) may write control tokens."""
+    """A stretch of a message. Only trusted text (ours, never the world's) may write control tokens. A `slot` has no
+    text: it is a place for embeddings, where `Chat.start_around` cuts."""
 
     text: str
     trusted: bool = False
+    slot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,11 @@ class Chat:
         `ConfigError` with the template's reason when it refuses the messages, or leaves an untrusted content out,
         repeats or changes it.
         """
+        (ids,) = self._assemble(messages, generation_prompt, rerender=False)
+        return ids
+
+    def start_around(self, messages: Sequence[Message], generation_prompt: bool = True) -> Runs:
+        """As `start`, cut at the slots in order: one run of ids more than there are slots. Raises as `start`."""
         return self._assemble(messages, generation_prompt, rerender=False)
 
     def open(self, messages: Sequence[Message]) -> Context:
@@ -118,7 +126,8 @@ class Chat:
         may drop earlier thinking; only special tokens that they spell out are held back. Ids differ from the sampled
         ones where the text has several encodings: the caller must split the trajectory there. Raises as `start`.
         """
-        return self._assemble(messages, generation_prompt, rerender=True)
+        (ids,) = self._assemble(messages, generation_prompt, rerender=True)
+        return ids
 
     def observation_delta(
         self,
@@ -221,7 +230,7 @@ class Chat:
             raise TemplateRefusal("the template changes the order of turns")
         return pieces[2:]
 
-    def _assemble(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> tuple[int, ...]:
+    def _assemble(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> Runs:
         try:
             return self._cut_and_encode(self._placed(messages), generation_prompt, rerender)
         except TemplateRefusal as refusal:
@@ -231,25 +240,33 @@ class Chat:
                 "use roles and an order that the model's template knows, or another model",
             ) from refusal
 
-    def _cut_and_encode(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> tuple[int, ...]:
+    def _cut_and_encode(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> Runs:
         parts = [part for m in messages for part in m.parts]
         slots = _Placeholders.avoiding([p.text for p in parts])
-        dicts = []
+        dicts: list[dict[str, str]] = []
+        places: set[int] = set()
         for message in messages:
             shield = rerender and message.role == "assistant"
-            content = [
-                p.text if p.trusted else self._shielded(p.text, slots) if shield else slots.hold(p.text)
-                for p in message.parts
-            ]
+            content = []
+            for part in message.parts:
+                if part.slot:
+                    places.add(len(slots.texts))
+                    content.append(slots.hold(""))
+                elif part.trusted:
+                    content.append(part.text)
+                else:
+                    content.append(self._shielded(part.text, slots) if shield else slots.hold(part.text))
             dicts.append({"role": message.role, "content": "".join(content)})
         pieces, order = slots.cut(self._render(dicts, generation_prompt))
-        ids: list[int] = []
+        runs: list[list[int]] = [[]]
         for i, piece in enumerate(pieces):
-            if i:
-                ids.extend(self.format.encode_world(slots.texts[order[i - 1]]))
+            if i and order[i - 1] in places:
+                runs.append([])
+            elif i:
+                runs[-1].extend(self.format.encode_world(slots.texts[order[i - 1]]))
             if piece:
-                ids.extend(self.format.encode_trusted(piece, continues=i > 0))
-        return tuple(ids)
+                runs[-1].extend(self.format.encode_trusted(piece, continues=i > 0))
+        return tuple(tuple(run) for run in runs)
 
     def _shielded(self, text: str, slots: _Placeholders) -> str:
         """An agent's own text with the special tokens it spells out held back; a template may drop those freely."""

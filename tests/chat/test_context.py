@@ -53,6 +53,18 @@ def test_parts_of_one_message_are_trusted_one_by_one(make_format) -> None:
     assert ids == ids_of(chat, head, " Go.<|im_end|>\n<|im_start|>assistant\n", world=EVIL, at=1)
 
 
+def test_t11_slots_cut_the_ids_and_leave_no_trace(make_format, template_name: str) -> None:
+    chat = Chat(make_format(template_name))
+    said = (Part("Plan: ", trusted=True), Part("", slot=True), Part("\nAsk: ", trusted=True), Part(EVIL))
+    message = Message("user", (*said, Part("", slot=True), Part("!", trusted=True)))
+    runs = chat.start_around([message])
+    assert len(runs) == 3
+    texts = [chat.format.decode(run) for run in runs]
+    whole = chat.format.render([{"role": "user", "content": f"Plan: |||\nAsk: {EVIL}|||!"}], generation_prompt=True)
+    assert texts == whole.split("|||")
+    assert chat.start_around([Message("user", "Hi")]) == (chat.start([Message("user", "Hi")]),)
+
+
 def test_a_text_that_looks_like_a_placeholder_is_kept(make_format) -> None:
     chat = make_format("chatml")
     tricky = (Part("AgentrlSlot0x0z AgentrlSlot1x", trusted=True), Part("AgentrlSlot0x0z"))
