@@ -10,11 +10,13 @@ one is used):
   builds the block-diagonal mask (or a variable-length kernel does).
 - `padded`: one sample per line, right padded, for models that neither of the others fits.
 
-Shapes: T tokens of a row, N trained tokens of a row, W packed words of an allowed set.
+Shapes: B lines and T tokens of a row, U places that are predicted from, N trained tokens, W packed words of an
+allowed set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.types import CreditedSample, MaskReason, ScoredSample
+from agentrl.types import CreditedSample, ScoredSample
+from agentrl.update.logprobs import Places
 
 Layout = Literal["tree", "packed", "padded"]
 AllowedSets = Callable[[ScoredSample], dict[int, np.ndarray]]
@@ -35,25 +38,22 @@ class TrainBatch:
 
     `ids_BT`, `positions_BT` int64; `mask` is what the model gets as attention mask (None, (B,T) bool, or bool
     (1,1,T,T) for a tree). The per-token fields list every trained token of every sample, so a tree node that two
-    samples train stands twice: `hidden_N` is the flat index (b*T + t) of the hidden state that predicts it,
-    `target_N` its id, `sample_N` and `token_N` say whose token it is. `old_N` is NaN where the update's own forward
-    decides. `allowed_NW` is None when no token of the batch is trained under a grammar's set.
+    samples train stands twice; `places` holds what predicts them, which such tokens share (its cells are b*T + t).
+    `sample_N` and `token_N` say whose token it is. `old_N` is NaN where the update's own forward decides,
+    `reference_N` where no reference was asked.
     """
 
     part: str
     ids_BT: Tensor
     positions_BT: Tensor
     mask: Tensor | None
-    hidden_N: Tensor
-    target_N: Tensor
-    temperature_N: Tensor
+    places: Places
     advantages_N: Tensor
     weights_N: Tensor
     old_N: Tensor
     reference_N: Tensor
     behaviour_N: Tensor
     constrained_N: Tensor
-    allowed_NW: Tensor | None
     sample_N: tuple[int, ...]
     token_N: tuple[int, ...]
     num_tokens: int
@@ -145,16 +145,17 @@ def pack(
     """Rows of at most `capacity` computed tokens (a longer sample has a row of its own), parts never mixed.
 
     `allowed_sets(scored)` returns the packed allowed set (W,) int32 of each token that is trained under one; None
-    trains every token under the full vocabulary. Samples without a trained token are left out.
+    trains every token under the full vocabulary. Samples without a trained token are left out. Rows do not depend on
+    the order of `credited`.
     """
     batches = []
     parts = sorted({c.sample.part for c in credited})
     for part in parts:
         mine = [i for i, c in enumerate(credited) if c.sample.part == part and c.sample.num_trained]
         if layout == "tree":
-            mine.sort(key=lambda i: (credited[i].sample.ids, i))
+            mine.sort(key=lambda i: (credited[i].sample.ids, credited[i].sample.id))
         else:
-            mine.sort(key=lambda i: (-len(credited[i].sample.ids), i))
+            mine.sort(key=lambda i: (-len(credited[i].sample.ids), credited[i].sample.id))
         for row in _rows(credited, mine, capacity, layout):
             batches.append(_batch(credited, row, part, layout, allowed_sets, device))
     return batches
@@ -186,83 +187,85 @@ def _batch(
         nodes = tree.nodes
         if layout == "tree" and len(row) > 1:
             mask = _ancestors(tree.parents)[None, None]
-    fields = _trained_tokens(credited, row, nodes, allowed_sets)
-    allowed = fields.pop("allowed")
+    tokens = _Tokens()
+    for i, path in zip(row, nodes, strict=True):
+        tokens.add(credited[i], i, path, {} if allowed_sets is None else allowed_sets(credited[i].scored))
     return TrainBatch(
         part=part,
         ids_BT=ids_BT.to(device),
         positions_BT=positions_BT.to(device),
         mask=None if mask is None else mask.to(device),
-        allowed_NW=None if allowed is None else torch.from_numpy(allowed).to(device),
+        places=tokens.places(device),
+        sample_N=tuple(tokens.sample),
+        token_N=tuple(tokens.token),
         num_tokens=sum(map(len, sequences)),
         num_cells=ids_BT.numel(),
-        sample_N=tuple(fields.pop("sample")),
-        token_N=tuple(fields.pop("token")),
-        **{f"{name}_N": torch.tensor(values).to(device) for name, values in fields.items()},
+        **{f"{name}_N": torch.tensor(values, device=device) for name, values in tokens.values.items()},
     )
 
 
-def _trained_tokens(
-    credited: Sequence[CreditedSample], row: list[int], nodes: list[list[int]], allowed_sets: AllowedSets | None
-) -> dict[str, list]:
-    """The per-token lists of a row, in the order of its samples."""
-    out: dict[str, list] = {
-        k: []
-        for k in (
-            "hidden",
-            "target",
-            "temperature",
-            "advantages",
-            "weights",
-            "old",
-            "reference",
-            "behaviour",
-            "constrained",
-            "sample",
-            "token",
-        )
-    }
-    allowed: dict[int, np.ndarray] = {}
-    nan = float("nan")
-    for i, path in zip(row, nodes, strict=True):
-        scored, sample = credited[i].scored, credited[i].sample
+class _Tokens:
+    """The trained tokens of a row, in the order of its samples, and the places that predict them, each once."""
+
+    def __init__(self) -> None:
+        self.sample: list[int] = []
+        self.token: list[int] = []
+        self.target: list[int] = []
+        self.place: list[int] = []
+        self.values: dict[str, list[float] | list[bool]] = {
+            name: [] for name in ("advantages", "weights", "old", "reference", "behaviour", "constrained")
+        }
+        self._places: dict[tuple[int, float, bytes], int] = {}
+        self._allowed: list[np.ndarray | None] = []
+
+    def add(self, credited: CreditedSample, index: int, path: Sequence[int], sets: dict[int, np.ndarray]) -> None:
+        """Add a sample's trained tokens; `path[t]` is the cell of its token t."""
+        scored, sample = credited.scored, credited.sample
         temperatures = {t: s.temperature for s in sample.spans for t in range(s.start, s.stop)}
-        sets = {} if allowed_sets is None else allowed_sets(scored)
-        for t, reason in enumerate(sample.reasons):
-            if reason is not None:
+        nothing = (math.nan,) * len(sample.ids)
+        rows = zip(
+            credited.advantages,
+            credited.weights,
+            nothing if scored.old is None else scored.old,
+            nothing if scored.reference is None else scored.reference,
+            sample.behaviour,
+            sample.constrained,
+            strict=True,
+        )
+        for t, row in enumerate(rows):
+            if sample.reasons[t] is not None:
                 continue
             assert t > 0, "the first token of a context cannot be sampled"
-            if t in sets:
-                allowed[len(out["hidden"])] = sets[t]
-            out["hidden"].append(path[t - 1])
-            out["target"].append(sample.ids[t])
-            out["temperature"].append(temperatures[t])
-            out["advantages"].append(credited[i].advantages[t])
-            out["weights"].append(credited[i].weights[t])
-            out["old"].append(nan if scored.old is None else scored.old[t])
-            out["reference"].append(nan if scored.reference is None else scored.reference[t])
-            out["behaviour"].append(sample.behaviour[t])
-            out["constrained"].append(sample.constrained[t])
-            out["sample"].append(i)
-            out["token"].append(t)
-    return {**out, "allowed": _stack(allowed, len(out["hidden"]))}
+            self.sample.append(index)
+            self.token.append(t)
+            self.target.append(sample.ids[t])
+            self.place.append(self._place(path[t - 1], temperatures[t], sets.get(t)))
+            for values, value in zip(self.values.values(), row, strict=True):
+                values.append(value)  # type: ignore[arg-type]
+
+    def _place(self, cell: int, temperature: float, allowed: np.ndarray | None) -> int:
+        key = (cell, temperature, b"" if allowed is None else allowed.tobytes())
+        if key not in self._places:
+            self._places[key] = len(self._places)
+            self._allowed.append(allowed)
+        return self._places[key]
+
+    def places(self, device: torch.device | str) -> Places:
+        cells, temperatures, _ = zip(*self._places, strict=True)
+        allowed = _stack(self._allowed)
+        return Places(
+            hidden_U=torch.tensor(cells, device=device),
+            temperature_U=torch.tensor(temperatures, device=device, dtype=torch.float32),
+            allowed_UW=None if allowed is None else torch.from_numpy(allowed).to(device),
+            place_N=torch.tensor(self.place, device=device),
+            target_N=torch.tensor(self.target, device=device),
+        )
 
 
-def _stack(allowed: dict[int, np.ndarray], count: int) -> np.ndarray | None:
-    """Rows of packed sets, all ones where a token is free."""
-    if not allowed:
+def _stack(allowed: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Rows of packed sets, all ones where a place is free; None when all are."""
+    words = next((len(bits) for bits in allowed if bits is not None), None)
+    if words is None:
         return None
-    words = len(next(iter(allowed.values())))
-    stacked = np.full((count, words), -1, dtype=np.int32)
-    for n, bits in allowed.items():
-        stacked[n] = bits
-    return stacked
-
-
-def reasons_of(sample_reasons: Sequence[MaskReason | None]) -> dict[str, int]:
-    """How many tokens each reason masks; "trained" for those without one."""
-    counts: dict[str, int] = {}
-    for reason in sample_reasons:
-        name = "trained" if reason is None else str(reason)
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+    free = np.full(words, -1, dtype=np.int32)
+    return np.stack([free if bits is None else bits for bits in allowed])

@@ -1,41 +1,62 @@
 """Token log-probabilities through the head, by chunks, never T x V at once.
 
-31,744 positions x 151,936 words in fp32 are 19 GB; a chunk of 1,024 is 0.6 GB and is recomputed in the backward pass.
-Only the hidden states that predict trained tokens go through the head.
+31,744 positions x 151,936 words in fp32 are 19 GB; a chunk of 1,024 is 0.6 GB and is computed again in the backward
+pass. Only places that predict trained tokens go through the head, and a place that several samples share goes once.
 
-Shapes: N tokens, D hidden, V vocabulary, W packed words of an allowed set.
+Shapes: X cells of a row, U places (a hidden state, a temperature, an allowed set), N trained tokens, D hidden,
+V vocabulary, W packed words of an allowed set.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output head of a model: logits = softcap((hidden @ weight.T + bias) * scale), computed in fp32.
+    """The output head of a model: logits = softcap((hidden @ weight.T + bias) * scale), in fp32.
 
-    A bf16 product would round logits of about 20 by 0.06, which is most of the gap between engine and trainer.
+    A bf16 result would round logits of about 20 by 0.06, which is most of the gap between engine and trainer. With
+    `sink_VD` (fp32) the weight's gradient is added there, unrounded, and not handed to autograd.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    sink_VD: Tensor | None = None
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """(N, V) in fp32."""
-        bias_V = None if self.bias_V is None else self.bias_V.float()
-        logits_NV = torch.nn.functional.linear(hidden_ND.float(), self.weight_VD.float(), bias_V)
-        if self.scale != 1.0:
-            logits_NV = logits_NV * self.scale
-        if self.softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
-        return logits_NV
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the head is asked: `hidden_U` indexes the cells, `allowed_UW` int32 holds the packed allowed sets (None:
+    no place has one). Token n is predicted at place `place_N[n]` and is `target_N[n]`.
+
+    A temperature of 0 (greedy) counts as 1: its policy is the plain softmax.
+    """
+
+    hidden_U: Tensor
+    temperature_U: Tensor
+    allowed_UW: Tensor | None
+    place_N: Tensor
+    target_N: Tensor
+
+    def chunks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the places, each with the indices of the tokens that are predicted there."""
+        order_N = torch.argsort(self.place_N, stable=True)
+        starts = list(range(0, len(self.hidden_U), size))
+        bounds = torch.searchsorted(
+            self.place_N[order_N].contiguous(), torch.tensor([*starts[1:]], device=order_N.device)
+        ).tolist()
+        for start, low, high in zip(starts, [0, *bounds], [*bounds, len(order_N)], strict=True):
+            yield slice(start, start + size), order_N[low:high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,55 +68,133 @@ class TokenLogprobs:
     plain_N: Tensor
 
 
-def _unpack(allowed_NW: Tensor, vocab: int) -> Tensor:
-    """(N, W) int32 -> (N, V) bool, bit v % 32 of word v // 32."""
-    shifts = torch.arange(32, device=allowed_NW.device, dtype=torch.int32)
-    bits = (allowed_NW.unsqueeze(-1) >> shifts) & 1
+def token_logprobs(head: Head, hidden_XD: Tensor, places: Places, *, chunk: int = 1024) -> TokenLogprobs:
+    """log p(target) of N tokens, fp32; the gradient equals that of the plain form. `chunk` places at once."""
+    temperature_U = torch.where(places.temperature_U == 0, 1.0, places.temperature_U)
+    places = Places(places.hidden_U, temperature_U, places.allowed_UW, places.place_N, places.target_N)
+    weight_VD = head.weight_VD if head.sink_VD is None else head.weight_VD.detach()
+    current_N, plain_N = _TokenLogprobs.apply(hidden_XD, weight_VD, head.bias_V, head, places, chunk)
+    return TokenLogprobs(current_N, plain_N)
+
+
+def unpack_allowed(allowed_UW: Tensor, vocab: int) -> Tensor:
+    """(U, W) int32 -> (U, V) bool, bit v % 32 of word v // 32."""
+    shifts = torch.arange(32, device=allowed_UW.device, dtype=torch.int32)
+    bits = (allowed_UW.unsqueeze(-1) >> shifts) & 1
     return bits.flatten(1)[:, :vocab].bool()
 
 
-def _chunk(
-    head: Head, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor, allowed_NW: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    logits_NV = head.logits(hidden_ND)
-    if allowed_NW is not None:
-        logits_NV = logits_NV.masked_fill(~_unpack(allowed_NW, logits_NV.shape[-1]), float("-inf"))
-    plain_N = _gather(logits_NV.detach(), target_N)
-    if bool((temperature_N == 1.0).all()):
-        current_N = _gather(logits_NV, target_N) if logits_NV.requires_grad else plain_N
-    else:
-        current_N = _gather(logits_NV / temperature_N.unsqueeze(-1), target_N)
-    return current_N, plain_N
+@contextmanager
+def _exact_products(exact: bool) -> Iterator[None]:
+    """Within the block fp32 products of bf16 values on a CPU may run on its bf16 units: such products are exact and
+    are summed in fp32, so nothing is rounded that fp32 would keep."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if exact:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
-def _gather(logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    picked_N = logits_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1)
-    return picked_N - torch.logsumexp(logits_NV, dim=-1)
+class _TokenLogprobs(torch.autograd.Function):
+    """Fused head and log-softmax: the backward pass makes softmax minus one-hot in place instead of keeping the
+    intermediate results that autograd would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_XD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: Head, places: Places, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        current_N = torch.empty(len(places.target_N), device=hidden_XD.device)
+        plain_N = torch.empty_like(current_N)
+        normaliser_U = torch.empty(len(places.hidden_U), device=hidden_XD.device)
+        wide_VD = weight_VD.float()
+        logits_UV = None
+        for part, tokens in places.chunks(chunk):
+            logits_UV = _logits(hidden_XD, wide_VD, bias_V, head, places, part)
+            temperature_U = places.temperature_U[part]
+            plain_U = torch.logsumexp(logits_UV, dim=-1)
+            if bool((temperature_U == 1.0).all()):
+                scaled_U = plain_U
+            else:
+                scaled_U = torch.logsumexp(logits_UV / temperature_U.unsqueeze(-1), dim=-1)
+            normaliser_U[part] = scaled_U
+            row_N = places.place_N[tokens] - part.start
+            picked_N = logits_UV[row_N, places.target_N[tokens]]
+            plain_N[tokens] = picked_N - plain_U[row_N]
+            current_N[tokens] = picked_N / temperature_U[row_N] - scaled_U[row_N]
+        keep = len(places.hidden_U) <= chunk and any(ctx.needs_input_grad)
+        ctx.save_for_backward(hidden_XD, weight_VD, bias_V, normaliser_U, logits_UV if keep else None)
+        ctx.extra = head, places, chunk
+        ctx.mark_non_differentiable(plain_N)
+        return current_N, plain_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_XD, weight_VD, bias_V, normaliser_U, kept_UV = ctx.saved_tensors
+        head, places, chunk = ctx.extra
+        wide_VD = weight_VD.float()
+        grad_XD = torch.zeros(hidden_XD.shape, device=hidden_XD.device)
+        sink_VD = head.sink_VD
+        if sink_VD is None and ctx.needs_input_grad[1]:
+            sink_VD = torch.zeros_like(wide_VD)
+        grad_V = torch.zeros(len(wide_VD), device=wide_VD.device) if ctx.needs_input_grad[2] else None
+        for part, tokens in places.chunks(chunk):
+            logits_UV = kept_UV if kept_UV is not None else _logits(hidden_XD, wide_VD, bias_V, head, places, part)
+            row_N = places.place_N[tokens] - part.start
+            grad_UV = _grad_logits(
+                logits_UV,
+                normaliser_U[part],
+                places.temperature_U[part],
+                row_N,
+                places.target_N[tokens],
+                grad_N[tokens],
+            )
+            if head.softcap is not None:
+                slope_UV = 1.0 - (logits_UV / head.softcap).square()
+                grad_UV = grad_UV * torch.where(logits_UV.isinf(), 0.0, slope_UV)
+            if head.scale != 1.0:
+                grad_UV = grad_UV * head.scale
+            index_U = places.hidden_U[part]
+            grad_XD.index_add_(0, index_U, grad_UV @ wide_VD)
+            if sink_VD is not None:
+                sink_VD.addmm_(grad_UV.T, hidden_XD[index_U].float())
+            if grad_V is not None:
+                grad_V += grad_UV.sum(0)
+        grad_weight_VD = None if head.sink_VD is not None or sink_VD is None else sink_VD.to(weight_VD.dtype)
+        grad_bias_V = None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype)
+        return grad_XD.to(hidden_XD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 
-def token_logprobs(
-    head: Head,
-    hidden_ND: Tensor,
-    target_N: Tensor,
-    temperature_N: Tensor,
-    allowed_NW: Tensor | None = None,
-    *,
-    chunk: int = 1024,
-) -> TokenLogprobs:
-    """log p(target) of N tokens, fp32. A temperature of 0 (greedy) counts as 1: its policy is the plain softmax."""
-    temperature_N = torch.where(temperature_N == 0, 1.0, temperature_N)
-    current, plain = [], []
-    for start in range(0, max(len(target_N), 1), chunk):
-        part = slice(start, start + chunk)
-        inputs = (
-            head,
-            hidden_ND[part],
-            target_N[part],
-            temperature_N[part],
-            None if allowed_NW is None else allowed_NW[part],
-        )
-        recompute = hidden_ND.requires_grad and len(target_N) > chunk
-        current_N, plain_N = checkpoint(_chunk, *inputs, use_reentrant=False) if recompute else _chunk(*inputs)
-        current.append(current_N)
-        plain.append(plain_N)
-    return TokenLogprobs(torch.cat(current), torch.cat(plain).detach())
+def _logits(
+    hidden_XD: Tensor, wide_VD: Tensor, bias_V: Tensor | None, head: Head, places: Places, part: slice
+) -> Tensor:
+    """(U, V) fp32 of one chunk of places, minus infinity outside their allowed sets."""
+    hidden_UD = hidden_XD[places.hidden_U[part]]
+    narrow = hidden_UD.dtype == head.weight_VD.dtype == torch.bfloat16
+    with _exact_products(narrow and hidden_UD.device.type == "cpu"):
+        logits_UV = hidden_UD.float() @ wide_VD.T
+    if bias_V is not None:
+        logits_UV += bias_V.float()
+    if head.scale != 1.0:
+        logits_UV *= head.scale
+    if head.softcap is not None:
+        logits_UV = torch.tanh(logits_UV / head.softcap) * head.softcap
+    if places.allowed_UW is not None:
+        logits_UV.masked_fill_(~unpack_allowed(places.allowed_UW[part], logits_UV.shape[-1]), float("-inf"))
+    return logits_UV
+
+
+def _grad_logits(
+    logits_UV: Tensor, normaliser_U: Tensor, temperature_U: Tensor, row_N: Tensor, target_N: Tensor, grad_N: Tensor
+) -> Tensor:
+    """d(sum_n grad_n * current_n) / d logits: (one-hot - softmax) / temperature, summed over the tokens of a place."""
+    grad_N = grad_N / temperature_U[row_N]
+    total_U = torch.zeros_like(normaliser_U).index_add_(0, row_N, grad_N)
+    grad_UV = logits_UV / temperature_U.unsqueeze(-1)
+    grad_UV.sub_(normaliser_U.unsqueeze(-1)).exp_().mul_(-total_U.unsqueeze(-1))
+    # Flat and one by one: `index_put_` with threads would add the tokens of a place in no fixed order.
+    grad_UV.view(-1).index_add_(0, row_N * grad_UV.shape[-1] + target_N, grad_N)
+    return grad_UV

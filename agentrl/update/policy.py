@@ -7,18 +7,19 @@ accumulators, so what is summed does not depend on how the batch was split, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError, DivergedError
+from agentrl.models import load_model
 from agentrl.update.batch import Layout
+from agentrl.update.parts import global_norm
 from agentrl.update.probe import choose_layout, head_gap
 from agentrl.update.scorer import Scorer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_BROKEN_STEPS = 3
+HEAD_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class StepStats:
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of optimiser step `step` (from 0): linear warm-up, then the schedule down to `min_lr_ratio`."""
+    """The rate of optimiser step `step` (from 0): linear warm-up, then the schedule, which would reach `min_lr_ratio`
+    at step `total_steps`, one after the last, so that no step is taken with rate 0."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
@@ -50,17 +53,22 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape)
 
 
-def load_causal_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """A causal model from a folder in Hugging Face layout, without dropout, in eval mode. Safetensors only."""
-    from transformers import AutoModelForCausalLM
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass. Only the layers are put in train mode, which is what switches their
+    recomputation on: all that is inside stays in eval mode, so no dropout moves the log-probabilities.
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
-    )
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.to(device).eval()
+    Raises `ConfigError` for a model without such layers, where the setting would do nothing.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"optim.gradient_checkpointing has no effect on {type(model).__name__}", "set it to false for this model"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
 
 
 class Policy:
@@ -82,29 +90,34 @@ class Policy:
         self.version = 0
         self.optimizer_steps = 0
         self.broken_steps = 0
-        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.model = load_causal_model(folder, torch.float32, device)
+        exact = load_model(folder, "float32", attn_implementation="sdpa").to(device)
         self.layout: Layout
-        self.layout, self.parity = choose_layout(self.model, share_prefix=optim.share_prefix)
-        gap = head_gap(self.model)
-        if gap > 1e-3:
+        self.layout, self.parity = choose_layout(exact, share_prefix=optim.share_prefix)
+        gap = head_gap(exact)
+        if not gap <= HEAD_GAP:
             raise ConfigError(
                 f"{folder.name}: the chunked head differs from the model's own logits by {gap:.1e}",
                 "use a model whose logits are a linear head with optional scale and soft cap",
             )
         trainable = config.mode != "frozen"
+        in_fp32 = config.dtype == "float32"
         self.masters: dict[str, Tensor] = {}
         if trainable:
-            self.masters = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        self.model.to(compute).requires_grad_(trainable)
+            self.masters = {n: p.detach().clone() if in_fp32 else p.detach() for n, p in exact.named_parameters()}
+        # Loaded anew, never converted: `Module.to(bfloat16)` would round the rotary frequencies too, which engines
+        # keep in fp32, and turn positions beyond about a hundred into other ones.
+        self.model = exact if in_fp32 else load_model(folder, config.dtype, attn_implementation="sdpa").to(device)
+        del exact
+        self.model.requires_grad_(trainable)
         self._compute = dict(self.model.named_parameters())
+        self.publish()
         self.grads: dict[str, Tensor] = {n: torch.zeros_like(m) for n, m in self.masters.items()}
         for n in self.masters:
             self._compute[n].register_post_accumulate_grad_hook(self._collect(n))
         if optim.gradient_checkpointing and trainable:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()
+            _checkpoint_layers(self.model)
         self.optimizer = _adamw(self.masters, optim) if trainable else None
+        head = self.model.get_output_embeddings().weight
         self.scorer = Scorer.for_folder(
             self.model,
             folder,
@@ -112,13 +125,14 @@ class Policy:
             capacity=optim.max_tokens_per_row,
             chunk=optim.logprob_chunk,
             train_under_grammar=train_under_grammar,
+            head_sink=next((self.grads[n] for n in self.masters if self._compute[n] is head), None),
         )
 
     @property
     def trainable(self) -> bool:
         return self.optimizer is not None
 
-    def _collect(self, name: str):
+    def _collect(self, name: str) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self.grads[name].add_(parameter.grad)
@@ -129,15 +143,6 @@ class Policy:
     def zero_grad(self) -> None:
         for grad in self.grads.values():
             grad.zero_()
-
-    @contextmanager
-    def part_gradient(self, keep: bool) -> Iterator[dict[str, Tensor]]:
-        """Within the block gradients accumulate as ever; afterwards the dict holds what the block alone added."""
-        before = {n: g.clone() for n, g in self.grads.items()} if keep else {}
-        part: dict[str, Tensor] = {}
-        yield part
-        if keep:
-            part.update({n: g - before[n] for n, g in self.grads.items()})
 
     def step(self) -> StepStats:
         """Clip by the global norm and take one AdamW step. A gradient that is not finite skips the step, by name.
@@ -152,15 +157,18 @@ class Policy:
             self.broken_steps += 1
             if self.broken_steps >= MAX_BROKEN_STEPS:
                 raise DivergedError(
-                    f"policy {self.name!r}: the gradient of {broken} was not finite in {self.broken_steps} steps in a row",
+                    f"policy {self.name!r}: {self.broken_steps} steps in a row had a gradient that is not finite, the last "
+                    f"in {broken}",
                     "lower optim.lr or optim.max_grad_norm, and look at the last trajectories",
                 )
             return StepStats(norm, lr, applied=False, broken=broken)
         self.broken_steps = 0
         limit = self.optim.max_grad_norm
-        scale = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-12)
+        if limit is not None and norm > limit:
+            for grad in self.grads.values():
+                grad.mul_(limit / norm)
         for name, master in self.masters.items():
-            master.grad = self.grads[name].mul_(scale)
+            master.grad = self.grads[name]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -177,30 +185,19 @@ class Policy:
         for name, master in self.masters.items():
             self._compute[name].copy_(master)
 
+    def broken_weight(self) -> str | None:
+        """The first parameter that holds a value that is not finite."""
+        return next((n for n, p in self._compute.items() if not bool(torch.isfinite(p).all())), None)
+
     def compute_weights(self) -> Mapping[str, Tensor]:
         """The weights that an engine must serve, by parameter name; tied ones once."""
         return {n: p.detach() for n, p in self._compute.items()}
 
 
-def global_norm(tensors: Mapping[str, Tensor]) -> float:
-    """The 2-norm over all tensors, in fp32."""
-    if not tensors:
-        return 0.0
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors.values()])))
-
-
-def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float | None:
-    """The cosine of two gradients; None when either is zero."""
-    norms = global_norm(a) * global_norm(b)
-    if norms == 0.0:
-        return None
-    return sum(float((a[n] * b[n]).sum()) for n in a) / norms
-
-
 def _adamw(masters: Mapping[str, Tensor], optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; decay on matrices only, as is usual for norms and biases."""
+    """AdamW in one pass over the weights; decay on matrices only, as is usual for norms and biases."""
     groups = [
         {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -8,6 +8,7 @@ is exact: a leak across samples shows as a difference far above rounding.
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch
 from agentrl.errors import ConfigError
 from agentrl.types import MaskReason, Sample, Score, Span
 from agentrl.update.batch import Layout
-from agentrl.update.logprobs import token_logprobs
+from agentrl.update.logprobs import Places, token_logprobs
 from agentrl.update.scorer import Scorer, head_of
 
 if TYPE_CHECKING:
@@ -73,14 +74,17 @@ def parity_gap(model: PreTrainedModel, layout: Layout) -> float:
     try:
         scored = scorer.score(samples)
     except (ConfigError, RuntimeError, ValueError, TypeError):
-        return float("inf")
+        return math.inf
     worst = 0.0
     with torch.no_grad():
         for sample, values in zip(samples, scored, strict=True):
             logits_TV = model(torch.tensor([sample.ids], device=model.device)).logits[0].float()
             logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
             for token, value in values.items():
-                worst = max(worst, abs(value - float(logprobs_TV[token - 1, sample.ids[token]])))
+                gap = abs(value - float(logprobs_TV[token - 1, sample.ids[token]]))
+                if not math.isfinite(gap):
+                    return math.inf  # a comparison with NaN is never true, so it would pass for small
+                worst = max(worst, gap)
     return worst
 
 
@@ -91,7 +95,9 @@ def head_gap(model: PreTrainedModel) -> float:
     hidden_TD = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     logits_TV = model(ids, use_cache=False).logits[0].float()
     target_T = ids[0].roll(-1)
-    ours_T = token_logprobs(head_of(model), hidden_TD, target_T, torch.ones(16, device=model.device)).plain_N
+    every_T = torch.arange(16, device=model.device)
+    places = Places(every_T, torch.ones(16, device=model.device), None, every_T, target_T)
+    ours_T = token_logprobs(head_of(model), hidden_TD, places).plain_N
     theirs_T = torch.log_softmax(logits_TV, dim=-1).gather(-1, target_T[:, None])[:, 0]
     return float((ours_T - theirs_T).abs().max())
 

@@ -1,6 +1,6 @@
 """One model that gives token log-probabilities for packed batches: the trained policy's view, and a reference's.
 
-Shapes: B rows, T tokens, N trained tokens, D hidden, V vocabulary.
+Shapes: B rows, T tokens, N trained tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def head_of(model: PreTrainedModel) -> Head:
-    """The head of a causal model. Raises `ConfigError` for a model without a linear one."""
+def head_of(model: PreTrainedModel, sink_VD: Tensor | None = None) -> Head:
+    """The head of a causal model (`Head` says what the sink is). Raises `ConfigError` for one without a linear head."""
     output = model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear output head", "use a causal language model")
@@ -35,7 +35,7 @@ def head_of(model: PreTrainedModel) -> Head:
     elif config.get("logit_scale"):
         scale = float(config["logit_scale"])
     softcap = config.get("final_logit_softcapping")
-    return Head(output.weight, output.bias, scale, None if softcap is None else float(softcap))
+    return Head(output.weight, output.bias, scale, None if softcap is None else float(softcap), sink_VD)
 
 
 def model_mask(model: PreTrainedModel, batch: TrainBatch) -> Tensor | dict[str, Tensor] | None:
@@ -65,9 +65,10 @@ class Scorer:
         chunk: int,
         grammar: GrammarFactory | None,
         train_under_grammar: bool,
+        head_sink: Tensor | None = None,
     ) -> None:
         self.model = model
-        self.head = head_of(model)
+        self.head = head_of(model, head_sink)
         self.layout = layout
         self.capacity = capacity
         self.chunk = chunk
@@ -95,10 +96,7 @@ class Scorer:
             attention_mask=model_mask(self.model, batch),
             use_cache=False,
         )
-        hidden_ND = output.last_hidden_state.flatten(0, 1)[batch.hidden_N]
-        return token_logprobs(
-            self.head, hidden_ND, batch.target_N, batch.temperature_N, batch.allowed_NW, chunk=self.chunk
-        )
+        return token_logprobs(self.head, output.last_hidden_state.flatten(0, 1), batch.places, chunk=self.chunk)
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Mapping[int, float]]:

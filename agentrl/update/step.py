@@ -20,7 +20,8 @@ from agentrl.errors import DivergedError
 from agentrl.types import CreditedSample
 from agentrl.update.batch import TrainBatch
 from agentrl.update.logprobs import TokenLogprobs
-from agentrl.update.policy import Policy, StepStats, cosine, global_norm
+from agentrl.update.parts import PartGradients
+from agentrl.update.policy import Policy, StepStats
 from agentrl.update.scorer import Scorer
 
 GAP_SAMPLES = 8
@@ -79,30 +80,38 @@ def update_policy(
 
     Raises `DivergedError` when the loss is not finite, naming the sample, and as `Policy.step` does.
     """
-    if reference is not None and algorithm.kl_coef > 0:
-        credited = _with_reference(credited, reference)
+    asked = reference if algorithm.kl_coef > 0 else None
     tally = _Tally([{} for _ in credited])
     moving = [i for i, c in enumerate(credited) if has_effect(c, algorithm.kl_coef)]
-    idle = [i for i, c in enumerate(credited) if c.sample.num_trained and i not in set(moving)]
+    idle = sorted({i for i, c in enumerate(credited) if c.sample.num_trained} - set(moving))
+    assert policy.trainable or not moving, f"policy {policy.name!r} is frozen, its tokens must be masked"
     policy.zero_grad()
-    parts: dict[str, dict[str, Tensor]] = {}
-    for part in sorted({credited[i].sample.part for i in moving}):
+    names = sorted({credited[i].sample.part for i in moving})
+    parts = PartGradients(policy.grads, names) if part_stats else None
+    for part in names:
         mine = [i for i in moving if credited[i].sample.part == part]
-        with policy.part_gradient(keep=part_stats) as gradient:
-            for batch in policy.scorer.pack([credited[i] for i in mine]):
-                _backward(policy, _renumber(batch, mine), algorithm, tally, credited)
-        parts[part] = gradient
+        for batch in policy.scorer.pack([credited[i] for i in mine]):
+            _backward(policy, _renumber(batch, mine), algorithm, asked, tally, credited)
+        if parts is not None:
+            parts.close(part)
     spare = idle[: max(0, GAP_SAMPLES - len(moving))]
     with torch.no_grad():
         for batch in policy.scorer.pack([credited[i] for i in spare]):
             tally.add(_renumber(batch, spare), policy.scorer.logprobs(batch))
-    stats = policy.step() if moving and policy.trainable else None
+    stats = policy.step() if moving else None
     return UpdateResult(_metrics(tally, stats, len(moving), len(idle), parts), stats, tuple(tally.old))
 
 
 def _backward(
-    policy: Policy, batch: TrainBatch, algorithm: AlgorithmConfig, tally: _Tally, credited: Sequence[CreditedSample]
+    policy: Policy,
+    batch: TrainBatch,
+    algorithm: AlgorithmConfig,
+    reference: Scorer | None,
+    tally: _Tally,
+    credited: Sequence[CreditedSample],
 ) -> None:
+    """Add one row's gradient. A reference scores the very row that the policy scores, so that the two are equal to the
+    last bit while their weights are."""
     logprobs = policy.scorer.logprobs(batch)
     current_N = logprobs.current_N
     old_N = torch.where(batch.old_N.isnan(), current_N.detach(), batch.old_N)
@@ -115,18 +124,20 @@ def _backward(
         eps_high=algorithm.clip_eps_high,
     )
     loss = out.loss
+    reference_N = batch.reference_N
     if algorithm.kl_coef > 0:
-        loss = loss + algorithm.kl_coef * kl_loss(current_N, batch.reference_N, batch.weights_N, algorithm.kl_estimator)
-        stats = kl_stats(current_N.detach() - batch.reference_N, batch.weights_N != 0)
+        if reference is not None:
+            with torch.no_grad():
+                reference_N = torch.where(reference_N.isnan(), reference.logprobs(batch).current_N, reference_N)
+        loss = loss + algorithm.kl_coef * kl_loss(current_N, reference_N, batch.weights_N, algorithm.kl_estimator)
+        stats = kl_stats(current_N.detach() - reference_N, batch.weights_N != 0)
         tally.reference = stats if tally.reference is None else tally.reference.merge(stats)
     value = float(loss.detach())
     if not math.isfinite(value):
-        bad = next((n for n, x in enumerate(current_N.tolist()) if not math.isfinite(x)), 0)
-        where = credited[batch.sample_N[bad]].sample.id
-        raise DivergedError(
-            f"policy {policy.name!r}: the loss is {value} (first at sample {where!r}, token {batch.token_N[bad]})",
-            "resume from the last checkpoint with a lower optim.lr",
-        )
+        terms = {"current": current_N, "old": old_N, "advantage": batch.advantages_N, "weight": batch.weights_N}
+        if algorithm.kl_coef > 0:
+            terms["reference"] = reference_N
+        raise _diverged(policy, value, batch, terms, credited)
     loss.backward()
     tally.add(batch, logprobs)
     tally.loss[batch.part] = tally.loss.get(batch.part, 0.0) + value
@@ -135,16 +146,28 @@ def _backward(
     tally.trained += batch.num_trained
 
 
+def _diverged(
+    policy: Policy, value: float, batch: TrainBatch, terms: Mapping[str, Tensor], credited: Sequence[CreditedSample]
+) -> DivergedError:
+    """Says where a loss that is not finite comes from: the first odd value by sample and token, the first odd weight."""
+    where = ""
+    for name, values_N in terms.items():
+        odd_N = (~torch.isfinite(values_N.detach())).nonzero()
+        if len(odd_N):
+            n = int(odd_N[0])
+            sample = credited[batch.sample_N[n]].sample.id
+            where = f": the {name} value of token {batch.token_N[n]} of sample {sample!r} is {float(values_N[n])}"
+            break
+    weight = policy.broken_weight()
+    if weight is not None:
+        where += f", and weight {weight!r} is not finite"
+    return DivergedError(
+        f"policy {policy.name!r}: the loss is {value}{where}", "resume from the last checkpoint with a lower optim.lr"
+    )
+
+
 def _renumber(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     return replace(batch, sample_N=tuple(indices[i] for i in batch.sample_N))
-
-
-def _with_reference(credited: Sequence[CreditedSample], reference: Scorer) -> list[CreditedSample]:
-    scores = reference.score([c.sample for c in credited])
-    return [
-        replace(c, scored=replace(c.scored, reference=tuple(s.get(t, math.nan) for t in range(len(c.sample.ids)))))
-        for c, s in zip(credited, scores, strict=True)
-    ]
 
 
 def _share(part: int, whole: int) -> float:
@@ -152,7 +175,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _metrics(
-    tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: Mapping[str, Mapping[str, Tensor]]
+    tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: PartGradients | None
 ) -> dict[str, float | None]:
     out: dict[str, float | None] = {
         "loss": sum(tally.loss.values()),
@@ -174,10 +197,8 @@ def _metrics(
         "samples/idle": idle,
         "steps/skipped": 0 if stats is None or stats.applied else 1,
     }
-    for part, gradient in parts.items():
-        if gradient:
-            out[f"grad_norm/{part}"] = global_norm(gradient)
-    kept = [g for g in parts.values() if g]
-    if len(kept) == 2:
-        out["grad_cosine"] = cosine(*kept)
+    if parts is not None:
+        out.update({f"grad_norm/{part}": norm for part, norm in parts.norms.items()})
+        if parts.cosine is not None:
+            out["grad_cosine"] = parts.cosine
     return out
