@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def data_dir(request: pytest.FixtureRequest) -> Path:
     """The folder of real public data sets; tests that need it are skipped where it is absent."""
-    path = Path(request.config.getoption("--data-dir"))
+    path = (request.config.invocation_params.dir / request.config.getoption("--data-dir")).resolve()
     if not path.is_dir():
         pytest.skip(f"no real data at {path}: pass --data-dir")
     return path

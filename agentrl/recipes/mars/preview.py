@@ -1,7 +1,7 @@
 """`agentrl check --show-sample`: one rollout as both roles would see it, cut where the loss mask changes.
 
 Tokenizers and templates are the model's own; the replies are scripted and the tool's results made up, so no weights
-are loaded, no index is built and no tool is called.
+are loaded, no index is built and no tool is called. Budgets are set aside, so that a reply is never cut.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,46 +17,46 @@ from agentrl.config.schema import LaunchConfig
 from agentrl.data import load_tasks
 from agentrl.errors import RunFailedError
 from agentrl.launch.devices import detect, plan
-from agentrl.protocols import Tool, ToolItem, ToolResult
+from agentrl.protocols import Tool
+from agentrl.recipes.mars.canned import canned_tools
 from agentrl.recipes.mars.config import SYSTEM2, MarsRecipe
 from agentrl.recipes.mars.setup import make_workflow, samples_of, window
 from agentrl.recipes.registry import Preview, VerbOptions
-from agentrl.recipes.session import Session, model_folder, tool_forms
+from agentrl.recipes.session import Session, model_folder
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.runner import Job, run_jobs
 from agentrl.rollout.scripted import ScriptedEngine
 from agentrl.types import MaskReason, Request, Sample, Score, ScoredTrajectory, Task
 
 QUESTION = "What is asked here?"
+AMPLE = 100_000  # tokens
 DIGEST = "What serves the purpose, in the words of System 1."
-PAGES = (
-    ToolItem("first result", "The text of the first result that the tool returned."),
-    ToolItem("second result", "The text of the second result."),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Canned:
-    """A tool that only looks like the recipe's."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult(PAGES)
 
 
 def preview(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
     """`samples`: a `Preview` per sample of one rollout of the first training question. Raises `MissingError` where the
     model is not on this machine, and `ConfigError` for a template or a tool that does not fit."""
     task = load_tasks(recipe.data)[0] if recipe.data.path else Task("sample", QUESTION)
-    samples, formats = asyncio.run(_scripted(recipe, task))
+    samples, formats = asyncio.run(_scripted(_without_budgets(recipe), task))
     return {"samples": [_preview(sample, formats[sample.policy]) for sample in samples]}
 
 
+def _without_budgets(recipe: MarsRecipe) -> MarsRecipe:
+    agents = {
+        name: agent.model_copy(
+            update={
+                "sampling": agent.sampling.model_copy(update={"max_tokens": AMPLE}),
+                "max_prompt_tokens": AMPLE,
+                "max_response_tokens": recipe.mars.answer_reserve + AMPLE,
+            }
+        )
+        for name, agent in recipe.agents.items()
+    }
+    return recipe.model_copy(update={"agents": agents})
+
+
 async def _scripted(recipe: MarsRecipe, task: Task) -> tuple[list[Sample], Mapping[str, ChatFormat]]:
-    tools: dict[str, Tool] = {name: _Canned(name, *form) for name, form in tool_forms(recipe).items()}
+    tools = canned_tools(recipe)
     folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
     formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
     gate = Gate()
