@@ -33,13 +33,16 @@ def cut_to(text: str, limit: int, encode: Encode, decode: Decode) -> tuple[str, 
     A cut inside a character, or one that encodes differently alone, moves back until it fits, so it may hold fewer.
     """
     ids = encode(text)
-    return (text, 0) if len(ids) <= limit else _cut(ids, limit, encode, decode)
+    return (text, 0) if len(ids) <= limit else _cut(text, ids, limit, encode, decode)
 
 
-def _cut(ids: tuple[int, ...], limit: int, encode: Encode, decode: Decode) -> tuple[str, int]:
+def _cut(text: str, ids: tuple[int, ...], limit: int, encode: Encode, decode: Decode) -> tuple[str, int]:
     keep = max(0, limit)
     while keep > 0:
-        begun = decode(ids[:keep]).rstrip("�")
+        begun = decode(ids[:keep])
+        for _ in range(3):  # bytes of a character that the cut went through
+            if begun.endswith("\ufffd") and not text.startswith(begun):
+                begun = begun[:-1]
         size = len(encode(begun))
         if size <= limit:
             return begun, len(ids) - size
@@ -69,7 +72,7 @@ def pack_results(
     for group in groups:
         members = tuple(sorted(group))
         if len(ids[members[0]]) > capacity:
-            text, cut = _cut(ids[members[0]], capacity, encode, decode)
+            text, cut = _cut(texts[members[0]], ids[members[0]], capacity, encode, decode)
             bins.append(TextBin(members, (text,), len(ids[members[0]]) - cut, cut))
         else:
             used = sum(lengths[i] for i in members) - separator
@@ -92,7 +95,7 @@ def _one_bin(
         gap = separator if kept else 0
         cut = 0
         if used + gap + len(ids[i]) > capacity:
-            text, cut = _cut(ids[i], capacity - used - gap, encode, decode)
+            text, cut = _cut(text, ids[i], capacity - used - gap, encode, decode)
             lost = cut + sum(map(len, ids[i + 1 :]))
         if text or not cut:
             kept.append(text)
