@@ -44,9 +44,14 @@ def mars_metrics(
         "mars/response_tokens_s2": _mean_length(scored, SYSTEM2),
     }
     out |= masked_tokens(credit)
-    for role in ("s1", "s2"):
-        out.setdefault(f"mars/loss_{role}", 0.0)
-        out.setdefault(f"mars/clip_fraction_{role}", 0.0)
+    # A role that moved nothing in this step has no row of its own: its numbers are 0.
+    names = [f"mars/{head}_{role}" for head in ("loss", "clip_fraction", "grad_norm") for role in ("s1", "s2")]
+    measured = any(name in out for name in names if "grad_norm" in name)
+    for name in names:
+        if measured or "grad_norm" not in name:
+            out.setdefault(name, 0.0)
+    if measured and len(results) == 1:
+        out.setdefault("mars/grad_cosine", None)
     return out
 
 
