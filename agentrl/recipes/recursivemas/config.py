@@ -189,6 +189,13 @@ class RecursiveRecipe(BaseRecipe):
         for name, model in self.policy_models.items():
             if "mode" in model.model_fields_set and model.mode != "frozen":
                 raise ValueError(f"policies.{name}.mode: RecursiveMAS trains links only; models are frozen")
+        for key in ("algorithm", "rollout"):
+            if key in self.model_fields_set:
+                raise ValueError(f"{key}: has no effect; RecursiveMAS has no sampled groups and no advantages")
+        if "eval_temperature" in self.run.model_fields_set:
+            raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
+        if self.run.save_prompt_ids:
+            raise ValueError("run.save_prompt_ids: prompts hold latents, which have no ids")
         if self.engine.kind == "scripted":
             raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
         return self

@@ -115,6 +115,28 @@ def prompts_of(
     return tuple(prompts)
 
 
+def too_long(system: System, config: RecursiveConfig, question: str) -> str | None:
+    """Which agent's window a question exceeds, with the sizes; None where it fits all rounds."""
+    steps = config.latent_steps
+    for name, agent in system.agents.items():
+        for round_number in range(1, min(config.rounds, 2) + 1):
+            runs = ids_around_slots(
+                agent.chat,
+                config.system_of(name),
+                config.prompt_of(name, round_number),
+                question,
+                config.instruction,
+            )
+            length = sum(map(len, runs)) + (len(runs) - 1) * steps
+            needed = length + max(steps - 1, 1 if name == system.graph.decoder else 0)
+            if needed > agent.backbone.window:
+                return (
+                    f"agent {name}'s prompt of {length} positions needs {needed} in round {round_number}, "
+                    f"the window of {agent.backbone.name} is {agent.backbone.window}"
+                )
+    return None
+
+
 def thinker(steps: int) -> Think:
     """Rollouts without gradients; what an agent reads in every round is computed once. For one batch of questions."""
     memories: dict[str, PromptMemory] = {}

@@ -1,0 +1,102 @@
+"""The only text of a run: what the decoder samples from its last prompt, latents in their slots.
+
+Through the hf engine on the model that also thought, so nothing is loaded twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from agentrl.config.schema import EngineConfig, SamplingConfig
+from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.setup import Loaded
+from agentrl.rollout.gate import Gate
+from agentrl.rollout.hf import HFEngine
+from agentrl.types import Action, Key, Prompt, Request, Sampling, Task
+
+AnswerKind = Literal["boxed", "choice", "code", "short"]
+_CODE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Z])\)?(?:[.:)\s]|$)")
+
+
+class Decoder:
+    """Answers prompts in the role of the graph's decoder."""
+
+    def __init__(self, recipe: RecursiveRecipe, loaded: Loaded, engine: HFEngine, gate: Gate) -> None:
+        self._graph = loaded.system.graph
+        self._policy = recipe.agents[self._graph.decoder].policy
+        self._sampling = sampling_of(recipe.decoder.sampling)
+        self._rounds = recipe.recursivemas.rounds
+        self._engine, self._gate = engine, gate
+        self._format = loaded.system.agents[self._graph.decoder].chat.format
+
+    async def answer(self, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, g: int = 0) -> list[Action]:
+        """One completion per task. Raises `PromptTooLongError` for a prompt that fills the window."""
+        name = self._graph.decoder
+        place = self._graph.agents.index(name)
+        requests = [
+            Request(self._policy, prompt, self._sampling, Key(phase, 0, task.id, g, self._rounds, place))
+            for task, prompt in zip(tasks, prompts, strict=True)
+        ]
+        done = await self._gate.gather(*(self._engine.generate(request) for request in requests))
+        return [
+            Action(name, request, completion, self._format.decode_completion(completion.ids))
+            for request, completion in zip(requests, done, strict=True)
+        ]
+
+
+@asynccontextmanager
+async def open_decoder(recipe: RecursiveRecipe, loaded: Loaded) -> AsyncIterator[Decoder]:
+    """The decoder on an engine that serves its model alone, closed in every way the body can end."""
+    gate = Gate()
+    policy = recipe.decoder.policy
+    engine = HFEngine({policy: loaded.policies[policy]}, seed=recipe.run.seed, gate=gate, **_options(recipe.engine))
+    try:
+        yield Decoder(recipe, loaded, engine, gate)
+    finally:
+        await engine.close()
+
+
+def _options(engine: EngineConfig) -> dict[str, int | bool | None]:
+    return {
+        "deterministic": engine.deterministic,
+        "max_batch": engine.max_batch,
+        "max_model_len": engine.max_model_len,
+    }
+
+
+def sampling_of(config: SamplingConfig) -> Sampling:
+    return Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens)
+
+
+def answer_of(kind: AnswerKind, text: str) -> str | None:
+    r"""The answer in a decoder's text; None where there is none in the form that was asked for.
+
+    boxed: what stands in the last \boxed{}; choice: the letter in it; code: the last Python block, cut off or not;
+    short: the whole text.
+    """
+    if kind == "short":
+        return text.strip() or None
+    if kind == "code":
+        blocks = _CODE.findall(text if text.count("```") % 2 == 0 else text + "\n```")
+        return blocks[-1].strip() or None if blocks else None
+    boxed = _last_boxed(text)
+    if boxed is None or kind == "boxed":
+        return boxed
+    letter = _LETTER.match(boxed.removeprefix(r"\text{").strip("} "))
+    return letter[1] if letter else None
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len(r"\boxed{")
+    for at in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[begin:at].strip() or None
+    return None
