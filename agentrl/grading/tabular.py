@@ -1,0 +1,248 @@
+"""A submission of predictions against hidden answers, both CSV, as DSBench scores its modelling tasks.
+
+Rows are joined by id, never by place. A submission that lacks rows, has rows of its own, repeats one, or predicts no
+finite number where one is needed has failed, with the reason; it is not cut down to what fits. The task's score is
+max(0, (p - b) / (g - b)) with the metric's value p, the baseline's b and the best known g (DSBench, arXiv 2409.07703).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.grading.table_metrics import label_metrics, number_metrics, one_hot_metrics
+from agentrl.types import Score, Task, Trajectory
+
+Kind = Literal["classification", "regression"]
+_WHOLE = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
+_MAX_CLASSES = 10
+_NOTHING = ("nan", "+nan", "-nan", "none", "null", "na")
+
+
+class TableError(ValueError):
+    """The submission cannot be scored: a failed run, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """How a task is scored. `id_column` None is the answers' first column, no `targets` all the others. Without a
+    `metric` it is accuracy for classification and RMSE for regression. `baseline` and `best` are in its unit."""
+
+    id_column: str | None = None
+    targets: tuple[str, ...] = ()
+    metric: str | None = None
+    kind: Kind | None = None
+    baseline: float | None = None
+    best: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableResult:
+    """`value` is the metric's, `normalised` the task's score (None without baseline and best); both None, and `metrics`
+    empty, for a submission that failed, whose `reason` tells why."""
+
+    kind: Kind
+    metric: str
+    value: float | None
+    normalised: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.value is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Columns by name, and the row of each id."""
+
+    columns: Mapping[str, list[str]]
+    rows: Mapping[str, int]
+
+
+def score_table(submission: str, answers: str, spec: TableSpec) -> TableResult:
+    """Score a submission. Raises `ValueError` when the answers or the spec are at fault."""
+    header, rows = _read(answers, "the answers")
+    id_column = spec.id_column or header[0]
+    targets = spec.targets or tuple(name for name in header if name != id_column)
+    if not targets or any(name not in header for name in (id_column, *targets)):
+        raise ValueError(f"the answers have the columns {header}, not {[id_column, *targets]}")
+    truth = _table(header, rows, id_column, "the answers")
+    columns = [truth.columns[name] for name in targets]
+    kind = spec.kind or task_kind(columns)
+    metric = spec.metric or ("accuracy" if kind == "classification" else "rmse")
+    by_label = kind == "classification" and len(targets) == 1
+    truth_CN = None if by_label else _numbers(columns, "the answers")
+    try:
+        predicted = _joined(submission, truth, id_column, targets)
+        metrics = _metrics(columns[0] if truth_CN is None else truth_CN, predicted, kind)
+    except TableError as error:
+        return TableResult(kind, metric, None, None, reason=str(error))
+    if metric not in metrics:
+        raise ValueError(f"no metric {metric!r} for {kind} of {len(targets)} columns; there are {sorted(metrics)}")
+    value = metrics[metric]
+    if not math.isfinite(value):
+        return TableResult(kind, metric, None, None, reason=f"{metric} of these predictions is not finite")
+    whole = None
+    if spec.baseline is not None and spec.best is not None:
+        whole = normalised_score(value, spec.baseline, spec.best)
+    finite = {name: one for name, one in metrics.items() if math.isfinite(one)}
+    return TableResult(kind, metric, value, whole, finite)
+
+
+def task_kind(columns: Sequence[Sequence[str]]) -> Kind:
+    """Labels that are no numbers, two different values, or few different whole numbers are classes."""
+    for column in columns:
+        numbers = [_number(value) for value in column]
+        if any(n is None for n in numbers):
+            return "classification"
+        distinct = set(numbers)
+        whole = all(n is not None and n.is_integer() for n in distinct)
+        few = len(distinct) <= 2 or (whole and len(distinct) <= _MAX_CLASSES and 2 * len(distinct) <= len(column))
+        if not few:
+            return "regression"
+    return "classification"
+
+
+def normalised_score(value: float | None, baseline: float, best: float) -> float:
+    """max(0, (p - b) / (g - b)), for metrics that should rise and for those that should fall; 0 for None or NaN.
+
+    Not cut at 1: a submission may beat the best known. Raises `ValueError` where baseline and best are equal.
+    """
+    if not (math.isfinite(baseline) and math.isfinite(best)) or baseline == best:
+        raise ValueError(f"baseline and best must be finite and differ, got {baseline} and {best}")
+    if value is None or not math.isfinite(value):
+        return 0.0
+    return max(0.0, (value - baseline) / (best - baseline))
+
+
+class TableGrader:
+    """A `Reward`: the normalised score of the CSV text that is the trajectory's answer; a failed one is a true 0.
+
+    The task's `info` holds `answers` (CSV text) or `answers_file`, and the fields of a `TableSpec`, of which
+    `baseline` and `best` are needed. Missing where the task is at fault.
+    """
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        if trajectory.status == "failed":
+            return Score(None, f"rollout failed: {trajectory.status_reason}")
+        try:
+            spec = spec_of(task.info)
+            if spec.baseline is None or spec.best is None:
+                return Score(None, "grader failed: the task has no baseline and best")
+            answers = task.info.get("answers")
+            text = Path(task.info["answers_file"]).read_text("utf-8") if answers is None else str(answers)
+            result = score_table(trajectory.answer or "", text, spec)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            return Score(None, f"grader failed: {type(error).__name__}: {error}")
+        if result.normalised is None:
+            return Score(0.0, result.reason if trajectory.answer else "no answer")
+        return Score(result.normalised, f"{result.metric} {result.value:.6g}", {"metrics": dict(result.metrics)})
+
+
+def spec_of(info: Mapping[str, Any]) -> TableSpec:
+    """The spec that a task's info holds."""
+    names = ("id_column", "metric", "kind", "baseline", "best")
+    return TableSpec(targets=tuple(info.get("targets") or ()), **{n: info[n] for n in names if n in info})
+
+
+def _read(text: str, what: str) -> tuple[list[str], list[list[str]]]:
+    try:
+        lines = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
+    except csv.Error as error:
+        raise TableError(f"{what} cannot be read as CSV: {error}") from error
+    lines = [line for line in lines if any(cell.strip() for cell in line)]
+    if len(lines) < 2:
+        raise TableError(f"{what} have no rows")
+    header, rows = [name.strip() for name in lines[0]], lines[1:]
+    if len(set(header)) < len(header):
+        raise TableError(f"{what} repeat a column: {header}")
+    for place, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise TableError(f"line {place} of {what} has {len(row)} cells for {len(header)} columns")
+    return header, rows
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], id_column: str, what: str) -> _Table:
+    columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(header)}
+    found: dict[str, int] = {}
+    for place, raw in enumerate(columns[id_column]):
+        key = _id(raw)
+        if key in found:
+            raise TableError(f"{what} repeat the id {raw!r}")
+        found[key] = place
+    return _Table(columns, found)
+
+
+def _joined(submission: str, truth: _Table, id_column: str, targets: Sequence[str]) -> list[list[str]]:
+    """The submission's predictions per target, in the order of the answers' rows."""
+    header, rows = _read(submission, "the submission")
+    names = {name.casefold(): name for name in header}
+    ids = names.get(id_column.casefold())
+    if ids is None:
+        raise TableError(f"the submission has no column {id_column!r}; it has {header}")
+    others = [name for name in header if name != ids]
+    wanted = [names.get(target.casefold()) for target in targets]
+    if wanted == [None] and len(others) == 1:
+        wanted = list(others)  # one target and one column: its name is of no matter
+    for target, name in zip(targets, wanted, strict=True):
+        if name is None:
+            raise TableError(f"the submission has no column {target!r}; it has {header}")
+    table = _table(header, rows, ids, "the submission")
+    missing = [key for key in truth.rows if key not in table.rows]
+    extra = [key for key in table.rows if key not in truth.rows]
+    if missing:
+        raise TableError(f"the submission lacks {len(missing)} of {len(truth.rows)} rows, such as id {missing[0]!r}")
+    if extra:
+        raise TableError(f"the submission has {len(extra)} rows that nobody asked for, such as id {extra[0]!r}")
+    order = [table.rows[key] for key in truth.rows]
+    return [[table.columns[name][i] for i in order] for name in wanted if name is not None]
+
+
+def _metrics(
+    truth: Sequence[str] | NDArray[np.float64], predicted: Sequence[Sequence[str]], kind: Kind
+) -> dict[str, float]:
+    for column in predicted:
+        if any(not value or value.casefold() in _NOTHING for value in column):
+            raise TableError("the submission has empty or NaN predictions")
+    if not isinstance(truth, np.ndarray):
+        return label_metrics([_label(v) for v in truth], [_label(v) for v in predicted[0]])
+    predicted_CN = _numbers(predicted, "the submission")
+    return number_metrics(truth, predicted_CN) if kind == "regression" else one_hot_metrics(truth, predicted_CN)
+
+
+def _numbers(columns: Sequence[Sequence[str]], what: str) -> NDArray[np.float64]:
+    """The columns as (C, N). Raises `TableError` for what is no finite number."""
+    for value in (value for column in columns for value in column):
+        number = _number(value)
+        if number is None or not math.isfinite(number):
+            raise TableError(f"{what} have {value[:40]!r} where a finite number is needed")
+    return np.array([[float(value) for value in column] for column in columns])
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value) if "_" not in value else None
+    except ValueError:
+        return None
+
+
+def _label(value: str) -> str | float:
+    """A label as it is compared: numbers by value, the rest by their words."""
+    number = _number(value)
+    return value.casefold() if number is None or not math.isfinite(number) else number
+
+
+def _id(value: str) -> str:
+    """An id as it is compared: 7, 7.0 and 007 are one id."""
+    return str(int(value.split(".")[0])) if _WHOLE.fullmatch(value) else value
