@@ -16,7 +16,7 @@ def test_what_libraries_warn_of_goes_to_the_runs_log_and_not_to_the_terminal(tmp
 
     shown = hf_logging.is_progress_bar_enabled()
     with Run.create(tmp_path, "run", "method: mars\n"), quiet_libraries():
-        warnings.warn("a tensor of python", UserWarning, stacklevel=1)
+        warnings.warn(" ".join(["a tensor", "of python"]), UserWarning, stacklevel=1)
         hf_logging.get_logger("transformers.models").warning("a word of transformers")
         logging.getLogger("deepspeed.runtime").warning("a word of deepspeed")
         logging.getLogger("agentrl").warning("a word of ours")
