@@ -11,9 +11,9 @@ def trials_block(scores: Mapping[str, Sequence[float | None]]) -> dict[str, Any]
     """`score se n trials missing`, and `items`: each problem's mean.
 
     The score is the mean over problems of their means, and the standard error that of the problems' means, because
-    trials of one problem are not independent: sqrt(sum (m_i - m)^2 / (n - 1) / n). With one trial each this is the
-    usual one; None for fewer than two problems. Missing scores (None) are left out and counted, and so are problems without
-    any score. `trials` is the number of scores that count.
+    trials of one problem are not independent: sqrt(sum (m_i - m)^2 / (n - 1) / n), None for fewer than two problems.
+    Missing scores (None) are left out and counted, and so are problems without any score. `trials` is the number of
+    scores that count.
     """
     items = {}
     for name, values in sorted(scores.items()):
