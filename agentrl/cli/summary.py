@@ -30,7 +30,8 @@ def _show(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if key not in _LEFT_OUT:
-                _show(f"{name}.{key}", item)
+                # Metrics have names of their own (reward/mean), under which they stand in metrics.jsonl too.
+                _show(key if name == "rollouts" else f"{name}.{key}", item)
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
         for index, item in enumerate(value):
             _show(f"{name}[{index}]", item)

@@ -183,3 +183,21 @@ def test_a_shown_sample_has_both_roles_with_their_masks(cli, syntax):
 def test_a_shown_sample_masks_a_role_that_is_not_trained(cli):
     done = cli("check", "mars-embedded", "--show-sample", sets=(*TINY, "mars.train=system2"))
     assert "[frozen] What serves the purpose" in done.out
+
+
+# --checkpoint
+
+
+def test_an_evaluated_checkpoint_scores_as_the_run_that_saved_it(cli, folder):
+    assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "run", sets=SETS).code == 0
+    after = json.loads((folder / "runs/run/summary.json").read_text())["eval_after"]
+    for spec in ("run", "runs/run", "run@2", "runs/run/checkpoints/latest/policies/policy"):
+        done = cli("mars", "eval", "mars-embedded", "--smoke", "--checkpoint", spec, "--json", sets=SETS)
+        assert done.code == 0, done
+        assert done.json["eval"] == after
+    cli("mars", "eval", "mars-embedded", "--smoke", "--checkpoint", "run@9", sets=SETS).two_lines(
+        3, "has no whole checkpoint of step 9", "name another step"
+    )
+    cli("mars", "eval", "mars-embedded", "--smoke", "--checkpoint", "ran", sets=SETS).two_lines(3, "no run or folder")
+    done = cli("mars", "infer", "mars-embedded", "--checkpoint", "run", "--question", "Who?", sets=TINY)
+    assert done.code == 0, done

@@ -1,0 +1,38 @@
+"""The command line has every command and flag that scripts rely on; names copied from its contract."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from agentrl.cli import app
+
+COMMON = "--set --smoke --run-dir --name --seed --quiet --json --debug"
+COMMANDS = {
+    "": "--version",
+    "doctor": "--json --fix",
+    "check": "RECIPE --smoke --set --json --show-sample --deep",
+    "recipes list": "",
+    "recipes show": "RECIPE",
+    "recipes copy": "RECIPE DEST",
+    "models list": "",
+    "models prepare": "NAME",
+    "data list": "",
+    "data prepare": "NAME",
+    "data show": "NAME",
+    "inspect": "RUN [RUN_B] --step --trajectory --agent --tokens --html --plot",
+    "export": "RUN DEST --step --policy",
+    "mars train": f"RECIPE {COMMON} --resume --steps --from-rollouts",
+    "mars eval": f"RECIPE {COMMON} --checkpoint",
+    "mars infer": f"RECIPE {COMMON} --checkpoint --question --input",
+    "mars rollout": f"RECIPE {COMMON} --checkpoint",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_takes_what_the_contract_names(words):
+    command = typer.main.get_command(app)
+    for word in words.split():
+        command = command.commands[word]
+    taken = {name for parameter in command.params for name in (*parameter.opts, parameter.metavar or "")}
+    assert not set(COMMANDS[words].split()) - taken, taken
