@@ -24,6 +24,7 @@ from agentrl.rollout.faults import PromptTooLongError
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf_attention import use_prefix_attention
 from agentrl.rollout.hf_generate import HFPolicy, Row, generate_batch
+from agentrl.rollout.hf_head import use_float32_head
 from agentrl.rollout.hf_probe import shared_prefix_limit
 from agentrl.rollout.hf_weights import copy_weights
 from agentrl.rollout.queue import GateQueue, Pending
@@ -49,8 +50,10 @@ class HFEngine:
     ) -> None:
         self._policies = {name: _with_grammar(policy) for name, policy in policies.items()}
         self._versions = dict.fromkeys(policies, 0)
-        for policy in policies.values():
+        self._heads = {}
+        for name, policy in policies.items():
             use_prefix_attention(policy.model.eval())
+            self._heads[name] = use_float32_head(policy.model)
         self._windows = {n: _window(p, max_model_len) for n, p in policies.items()}
         self._share_limits = {n: shared_prefix_limit(p) for n, p in policies.items()}
         self._seed = seed
@@ -83,6 +86,7 @@ class HFEngine:
 
     def _load(self, policy: str, version: int, source: WeightSource) -> int:
         copy_weights(self._policies[policy].model, source, policy)
+        self._heads[policy].refresh()
         self._versions[policy] = version
         return version
 

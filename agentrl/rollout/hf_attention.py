@@ -108,12 +108,6 @@ def use_prefix_attention(model: Any) -> None:
     AttentionInterface.register(ATTENTION, prefix_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)
-    # The head gets a strided view of the last positions, for which torch would copy the weight once per row.
-    model.get_output_embeddings().register_forward_pre_hook(_contiguous_input)
-
-
-def _contiguous_input(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (inputs[0].contiguous(), *inputs[1:])
 
 
 def prefix_attention(

@@ -145,7 +145,7 @@ class VLLMEngine:
         """Replace a policy's weights, forget cached prefixes, and return the version that the actor now serves.
 
         Tensors go through a temporary safetensors folder. What the workers then hold is compared with the files (see
-        `WeightCheck`). Raises `EngineError` while requests of the policy are in flight, and when anything differs or
+        `vllm_worker`). Raises `EngineError` while requests of the policy are in flight, and when anything differs or
         is missing.
         """
         self._check(policy)

@@ -12,6 +12,7 @@ import torch
 
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import WeightSource
+from agentrl.rollout.engine import load_hf_policy
 from agentrl.rollout.faults import PromptTooLongError
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf import HFEngine, uniforms
@@ -339,17 +340,46 @@ def test_the_common_prefix_leaves_a_token_of_each_prompt():
     assert common_prefix([[1], [2]]) == 0
 
 
-def test_the_head_never_multiplies_a_strided_view(policy):
+def test_the_head_never_multiplies_a_strided_view(policy, monkeypatch):
     # torch answers a strided (B, 1, D) input with one copy of the weight per row: 4 s at 64 rows of a 135M model.
     seen = []
+    linear = torch.nn.functional.linear
+
+    def watched(hidden, weight, bias=None):
+        if weight.shape[0] == policy.vocab_size:
+            seen.append(hidden.is_contiguous())
+        return linear(hidden, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    run({"p": policy}, varied(5))
+    assert seen
+    assert all(seen)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3"])
+def test_a_bf16_policy_has_its_logits_in_fp32_from_the_weights_it_holds_now(tiny_folder, arch):
+    """Tied and untied heads, with and without a soft cap; a bf16 product would be off by 0.01 and more."""
+    policy = load_hf_policy(tiny_folder[arch], "bfloat16")
+    head = policy.model.get_output_embeddings()
+    states = []
+    policy.model.base_model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:, -1]))
+    req = request(0, PREFIX, max_tokens=10, temperature=2.0)
+
+    def gaps(out):
+        hidden_TD = torch.cat(states[-len(out.ids) :])
+        picked = torch.tensor(out.ids)[:, None]
+        exact, rounded = hidden_TD.float() @ head.weight.float().T, (hidden_TD @ head.weight.T).float()
+        told = torch.tensor(out.logprobs)
+        return [float((x.log_softmax(-1).gather(1, picked)[:, 0] - told).abs().max()) for x in (exact, rounded)]
 
     async def main():
-        engine = HFEngine({"p": policy}, seed=0, gate=Gate(), deterministic=True)
-        head = policy.model.get_output_embeddings()
-        head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
-        await asyncio.gather(*(engine.generate(r) for r in varied(5)))
+        engine = HFEngine({"p": policy}, seed=5, gate=Gate(), deterministic=True)
+        for version in (1, 2):
+            new = {n: p * (3 if version == 1 else -1) for n, p in policy.model.named_parameters()}
+            await engine.load_weights("p", version, WeightSource(tensors=new))
+            exact, rounded = gaps(await engine.generate(req))
+            assert exact < 1e-4 < 3e-3 < rounded
         await engine.close()
 
     asyncio.run(main())
-    assert seen
-    assert all(seen)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"

@@ -407,8 +407,9 @@ def test_weights_that_are_not_the_sources_are_found(engine: VLLMEngine, run: Any
         with weight_folder(WeightSource(tensors=changed), folder) as path:
             return run(_await(actor.compare.remote(str(path), 0)))
 
-    assert report(tensors) == {"compared": report(tensors)["compared"], "different": [], "missing": []}
-    assert report(tensors)["compared"] > 60
+    whole = report(tensors)
+    assert (whole["different"], whole["missing"], whole["logits_dtype"]) == ([], [], "torch.float32")
+    assert whole["compared"] > 60
     for name in ("model.norm.weight", "model.embed_tokens.weight"):
         changed = tensors[name].clone()
         changed.view(-1)[-1] += 1
@@ -464,6 +465,42 @@ def test_the_death_of_the_engine_names_its_cause(engine: VLLMEngine, run: Any) -
 
     with pytest.raises(EngineError, match=r"policy 'policy': sampling failed: EngineDeadError"):
         run(die())
+
+
+@pytest.mark.slow
+def test_a_bf16_engine_computes_logits_in_fp32_from_the_weights_that_are_loaded(run: Any) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from transformers import AutoModelForCausalLM
+
+    tiny = models.resolve("tiny-llama")
+    config = EngineConfig(kind="vllm", max_model_len=64, kv_cache_gib=0.1)
+    engine = run(VLLMEngine.start(config, {"policy": tiny}, dtype="bfloat16", seed=0, threads=1))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).eval()
+        embedding = model.get_input_embeddings().weight
+        with torch.no_grad():
+            embedding *= 2.5  # a distribution that is neither flat nor certain
+        for version, scale in ((1, 1.0), (2, -1.0)):
+            with torch.no_grad():
+                embedding *= scale
+            run(engine.load_weights("policy", version, WeightSource(tensors=dict(model.named_parameters()))))
+            done = run(engine.generate(_request((5, 9, 20, 31), max_tokens=40, temperature=2.0)))
+            with torch.inference_mode():
+                ids = torch.tensor([(5, 9, 20, 31, *done.ids)])
+                logits_TV = model.base_model(ids).last_hidden_state[0, 3:-1].float() @ embedding.float().T
+            wanted_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+            assert float((wanted_T - torch.tensor(done.logprobs)).abs().mean()) < 0.02
+        with weight_folder(WeightSource(tensors=dict(model.named_parameters())), tiny) as path:
+            report = run(_await(engine.actors["policy"].compare.remote(str(path), 0)))
+        assert (report["logits_dtype"], report["different"], report["missing"]) == ("torch.float32", [], [])
+        with torch.no_grad():
+            embedding[7, 3] += 1
+        with weight_folder(WeightSource(tensors=dict(model.named_parameters())), tiny) as path:
+            reports = [run(_await(engine.actors["policy"].compare.remote(str(path), seed))) for seed in range(40)]
+        assert all("lm_head.weight" in r["different"] for r in reports)
+        assert any("lm_head (logits)" in r["different"] for r in reports)
+    finally:
+        run(engine.close())
 
 
 _DRIVER = """
