@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,8 +43,9 @@ def save_policy(policy: Policy, folder: Path, *, optimizer: bool = True) -> None
         return
     moments = {}
     for name, master in policy.masters.items():
-        state = policy.optimizer.state.get(master, {})
-        moments.update({f"{kind}.{name}": state[kind].contiguous().cpu() for kind in MOMENTS if kind in state})
+        state = policy.optimizer.state.get(master)
+        if state:
+            moments.update({f"{kind}.{name}": state[kind].contiguous().cpu() for kind in MOMENTS})
     save_file(moments, folder / "optimizer.safetensors")
     counters = {
         "version": policy.version,
@@ -54,33 +56,54 @@ def save_policy(policy: Policy, folder: Path, *, optimizer: bool = True) -> None
 
 
 def load_policy(policy: Policy, folder: Path) -> None:
-    """Put a saved policy's weights, moments and counters into `policy`. Raises `DataError` for files that do not fit."""
-    weights = _read(folder / "model.safetensors")
-    if set(weights) != set(policy.masters):
-        odd = sorted(set(weights) ^ set(policy.masters))[0]
-        raise DataError(
-            f"{folder}: parameter {odd!r} is on one side only", "resume with the model that the run began with"
-        )
-    counters = json.loads((folder / "policy.json").read_text("utf-8"))
-    moments = _read(folder / "optimizer.safetensors")
+    """Put a saved policy's weights, moments and counters into `policy`, after everything was found to fit.
+
+    Raises `DataError`, and leaves the policy as it was, for files that are damaged, absent, pickled or another model's.
+    """
     assert policy.optimizer is not None, f"policy {policy.name!r} is frozen"
+    counters = _counters(folder / "policy.json")
+    weights = _read(folder / "model.safetensors")
+    _check(folder / "model.safetensors", weights, {n: m.shape for n, m in policy.masters.items()})
+    moments = _read(folder / "optimizer.safetensors")
+    shapes = {f"{kind}.{n}": m.shape for kind in MOMENTS for n, m in policy.masters.items()}
+    _check(folder / "optimizer.safetensors", moments, shapes if counters["optimizer_steps"] else {})
+    policy.optimizer.state.clear()
     with torch.no_grad():
         for name, master in policy.masters.items():
-            if weights[name].shape != master.shape:
-                raise DataError(
-                    f"{folder}: {name!r} is {tuple(weights[name].shape)}, the model has {tuple(master.shape)}",
-                    "resume with the model that the run began with",
-                )
             master.copy_(weights[name])
-            if f"exp_avg.{name}" in moments:
+            if moments:
                 policy.optimizer.state[master] = {
-                    "step": torch.tensor(float(counters["optimizer_steps"])),
+                    "step": torch.tensor(float(counters["optimizer_steps"]), device=master.device),
                     **{kind: moments[f"{kind}.{name}"].to(master.device) for kind in MOMENTS},
                 }
     policy.version = counters["version"]
     policy.optimizer_steps = counters["optimizer_steps"]
     policy.broken_steps = counters["broken_steps"]
     policy.publish()
+
+
+def _check(path: Path, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    """Raise `DataError` that names the first tensor which is on one side only, of another shape, or not fp32."""
+    fix = "resume with the model that the run began with"
+    for name in sorted(set(found) ^ set(wanted)):
+        where = "the file" if name in found else "the model"
+        raise DataError(f"{path}: {name!r} is in {where} only", fix)
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise DataError(f"{path}: {name!r} is {tuple(found[name].shape)}, the model has {tuple(shape)}", fix)
+        if found[name].dtype != torch.float32:
+            raise DataError(f"{path}: {name!r} is {found[name].dtype}, a checkpoint holds float32", fix)
+
+
+def _counters(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "resume from an earlier checkpoint") from error
+    names = ("version", "optimizer_steps", "broken_steps")
+    if not isinstance(found, dict) or not all(isinstance(found.get(n), int) and found[n] >= 0 for n in names):
+        raise DataError(f"{path} lacks the counts {', '.join(names)}", "resume from an earlier checkpoint")
+    return {name: found[name] for name in names}
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

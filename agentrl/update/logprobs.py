@@ -85,12 +85,15 @@ def unpack_allowed(allowed_UW: Tensor, vocab: int) -> Tensor:
 
 
 @contextmanager
-def _exact_products(exact: bool) -> Iterator[None]:
-    """Within the block fp32 products of bf16 values on a CPU may run on its bf16 units: such products are exact and
-    are summed in fp32, so nothing is rounded that fp32 would keep."""
+def _narrow_products(narrow: bool) -> Iterator[None]:
+    """Within the block a CPU takes fp32 products on its bf16 units: factors in bf16, sums and results in fp32.
+
+    Factors that hold bf16 values lose nothing, so log-probabilities are those of fp32. In the backward pass the
+    logits' gradient is rounded to bf16, as every other gradient of a bf16 model is.
+    """
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
-    if exact:
+    if narrow:
         matmul.fp32_precision = "bf16"
     try:
         yield
@@ -158,9 +161,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if head.scale != 1.0:
                 grad_UV = grad_UV * head.scale
             index_U = places.hidden_U[part]
-            grad_XD.index_add_(0, index_U, grad_UV @ wide_VD)
-            if sink_VD is not None:
-                sink_VD.addmm_(grad_UV.T, hidden_XD[index_U].float())
+            with _narrow_products(_is_narrow(hidden_XD, head)):
+                grad_XD.index_add_(0, index_U, grad_UV @ wide_VD)
+                if sink_VD is not None:
+                    sink_VD.addmm_(grad_UV.T, hidden_XD[index_U].float())
             if grad_V is not None:
                 grad_V += grad_UV.sum(0)
         grad_weight_VD = None if head.sink_VD is not None or sink_VD is None else sink_VD.to(weight_VD.dtype)
@@ -168,13 +172,16 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_XD.to(hidden_XD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 
+def _is_narrow(hidden_UD: Tensor, head: Head) -> bool:
+    return hidden_UD.device.type == "cpu" and hidden_UD.dtype == head.weight_VD.dtype == torch.bfloat16
+
+
 def _logits(
     hidden_XD: Tensor, wide_VD: Tensor, bias_V: Tensor | None, head: Head, places: Places, part: slice
 ) -> Tensor:
     """(U, V) fp32 of one chunk of places, minus infinity outside their allowed sets."""
     hidden_UD = hidden_XD[places.hidden_U[part]]
-    narrow = hidden_UD.dtype == head.weight_VD.dtype == torch.bfloat16
-    with _exact_products(narrow and hidden_UD.device.type == "cpu"):
+    with _narrow_products(_is_narrow(hidden_UD, head)):
         logits_UV = hidden_UD.float() @ wide_VD.T
     if bias_V is not None:
         logits_UV += bias_V.float()

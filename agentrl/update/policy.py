@@ -135,7 +135,7 @@ class Policy:
     def _collect(self, name: str) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.grads[name].add_(parameter.grad)
+            self.grads[name].add_(parameter.grad.float())  # adding bf16 to fp32 as it is takes four times as long
             parameter.grad = None
 
         return add
@@ -157,8 +157,8 @@ class Policy:
             self.broken_steps += 1
             if self.broken_steps >= MAX_BROKEN_STEPS:
                 raise DivergedError(
-                    f"policy {self.name!r}: {self.broken_steps} steps in a row had a gradient that is not finite, the last "
-                    f"in {broken}",
+                    f"policy {self.name!r}: the gradient of {broken} was not finite, in the last of "
+                    f"{self.broken_steps} broken steps in a row",
                     "lower optim.lr or optim.max_grad_norm, and look at the last trajectories",
                 )
             return StepStats(norm, lr, applied=False, broken=broken)

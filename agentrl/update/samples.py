@@ -25,18 +25,26 @@ class Chain:
 
 
 def chains(turns: Sequence[Turn]) -> list[Chain]:
-    """Group an agent's turns into contexts. A turn joins the chain whose last context it continues, else starts one."""
+    """Group an agent's turns into contexts. A turn joins the chain whose last context it continues, the longest where
+    several fit, else it starts one."""
     open_chains: list[list[int]] = []
+    contexts: list[tuple[int, ...]] = []
     for index, turn in enumerate(turns):
-        prompt = turn.action.request.prompt.ids
-        for chain in open_chains:
-            last = turns[chain[-1]].action
-            seen = last.request.prompt.ids + last.completion.ids
-            if last.agent == turn.action.agent and len(prompt) > len(seen) and prompt[: len(seen)] == seen:
-                chain.append(index)
-                break
+        action = turn.action
+        prompt = action.request.prompt.ids
+        fitting = [
+            place
+            for place, (chain, context) in enumerate(zip(open_chains, contexts, strict=True))
+            if turns[chain[-1]].action.agent == action.agent and prompt[: len(context)] == context
+        ]
+        if fitting:
+            place = max(fitting, key=lambda i: len(contexts[i]))
         else:
-            open_chains.append([index])
+            place = len(open_chains)
+            open_chains.append([])
+            contexts.append(())
+        open_chains[place].append(index)
+        contexts[place] = prompt + action.completion.ids
     return [Chain(turns[c[0]].action.agent, tuple(c)) for c in open_chains]
 
 

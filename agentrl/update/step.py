@@ -149,7 +149,7 @@ def _backward(
 def _diverged(
     policy: Policy, value: float, batch: TrainBatch, terms: Mapping[str, Tensor], credited: Sequence[CreditedSample]
 ) -> DivergedError:
-    """Says where a loss that is not finite comes from: the first odd value by sample and token, the first odd weight."""
+    """Says where a loss that is not finite comes from: the first such value by sample and token, and weight."""
     where = ""
     for name, values_N in terms.items():
         odd_N = (~torch.isfinite(values_N.detach())).nonzero()
