@@ -180,6 +180,12 @@ def test_a_shown_sample_has_both_roles_with_their_masks(cli, syntax):
         assert '[trained] <tool_call>{"name": "python", "arguments": {"code": "key words"}' in system2
 
 
+def test_a_shown_sample_downloads_no_model(cli, folder, monkeypatch):
+    monkeypatch.setenv("AGENTRL_HOME", str(folder / "home"))
+    done = cli("check", "mars-embedded", "--show-sample")
+    done.two_lines(3, "smollm2-135m is not on this machine yet", "agentrl models prepare smollm2-135m")
+
+
 def test_a_shown_sample_masks_a_role_that_is_not_trained(cli):
     done = cli("check", "mars-embedded", "--show-sample", sets=(*TINY, "mars.train=system2"))
     assert "[frozen] What serves the purpose" in done.out

@@ -15,8 +15,9 @@ from typing import Any
 from agentrl.chat.format import ChatFormat
 from agentrl.config.schema import LaunchConfig
 from agentrl.data import load_tasks
-from agentrl.errors import RunFailedError
+from agentrl.errors import MissingError, RunFailedError
 from agentrl.launch.devices import detect, plan
+from agentrl.models import TINY_NAMES, find
 from agentrl.protocols import Tool
 from agentrl.recipes.mars.canned import canned_tools
 from agentrl.recipes.mars.config import SYSTEM2, MarsRecipe
@@ -36,6 +37,9 @@ DIGEST = "What serves the purpose, in the words of System 1."
 def preview(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
     """`samples`: a `Preview` per sample of one rollout of the first training question. Raises `MissingError` where the
     model is not on this machine, and `ConfigError` for a template or a tool that does not fit."""
+    for model in recipe.policy_models.values():
+        if model.checkpoint is None and model.name not in TINY_NAMES and find(model.name) is None:
+            raise MissingError(f"{model.name} is not on this machine yet", f"agentrl models prepare {model.name}")
     task = load_tasks(recipe.data)[0] if recipe.data.path else Task("sample", QUESTION)
     samples, formats = asyncio.run(_scripted(_without_budgets(recipe), task))
     return {"samples": [_preview(sample, formats[sample.policy]) for sample in samples]}
