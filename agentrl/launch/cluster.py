@@ -103,6 +103,11 @@ class Cluster:
         return self._folder is not None
 
     @property
+    def folder(self) -> Path | None:
+        """Ray's folder where the cluster is ours: whatever lies in it goes with the cluster, and with this process."""
+        return self._folder
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the whole cluster."""
         import ray

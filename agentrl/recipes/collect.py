@@ -94,6 +94,7 @@ async def collect(
     finally:
         for task in grading.values():
             task.cancel()
+        await asyncio.gather(*grading.values(), return_exceptions=True)
     return Collected(tuple(finished[j.trajectory_id] for j in jobs), rollout_s, busy, len(jobs) - len(todo))
 
 

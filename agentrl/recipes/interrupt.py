@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+EXIT_CODE = 130
+_GRACE_S = 2.0  # a wrapper may send the same signal twice
+
 
 class Interrupt:
-    """`requested` is true after the first Ctrl-C."""
+    """`requested` is true after the first signal; the loop looks at it between steps.
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    To stop now, the handler raises `KeyboardInterrupt` once, wherever the main thread is: within torch's own code as
+    soon as it returns, within the event loop at once. `asyncio.run` then cancels its tasks, and these close what they
+    opened. A signal during that is ignored for 2 s, lest it cuts the closing short; later it ends the process on the
+    spot, and the guards of `agentrl.launch.guard` end what it leaves.
+    """
+
+    def __init__(self, note: Callable[[str], None], *, finish_step: bool) -> None:
         self.requested = False
         self._note = note
+        self._finish_step = finish_step
+        self._stopped_at: float | None = None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or number == signal.SIGTERM:
-            raise KeyboardInterrupt
+        if self._stopped_at is not None:
+            if time.monotonic() - self._stopped_at > _GRACE_S:
+                os._exit(EXIT_CODE)
+            return
+        stop = self.requested or number == signal.SIGTERM or not self._finish_step
         self.requested = True
-        self._note("stopping after this step; Ctrl-C again stops now")
+        if stop:
+            self._stopped_at = time.monotonic()
+        # The signal may come in the middle of another write to the same stream, which then refuses this one.
+        with contextlib.suppress(RuntimeError):
+            self._note("stopping now" if stop else "stopping after this step; Ctrl-C again stops now")
+        if stop:
+            raise KeyboardInterrupt
 
 
 @contextmanager
-def interruptible(note: Callable[[str], None]) -> Iterator[Interrupt]:
-    """Within the block SIGINT and SIGTERM behave as above. Only the main thread may open it."""
-    interrupt = Interrupt(note)
+def interruptible(note: Callable[[str], None], *, finish_step: bool = False) -> Iterator[Interrupt]:
+    """Within the block SIGINT and SIGTERM behave as above; without `finish_step` the first Ctrl-C stops at once. Only
+    the main thread may open it."""
+    interrupt = Interrupt(note, finish_step=finish_step)
     before = {s: signal.signal(s, interrupt.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
@@ -59,6 +60,7 @@ class HFEngine:
         self._seed = seed
         self._max_batch = max_batch
         self._queue: GateQueue[Row] = GateQueue(gate, self._serve, full=None if deterministic else max_batch)
+        self._closing = threading.Event()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
 
     @property
@@ -80,7 +82,8 @@ class HFEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._load, policy, version, source)
 
     async def close(self) -> None:
-        """Refuse what waits and end the worker thread. Safe to call twice."""
+        """Refuse what waits, end what runs at its next token, and end the worker thread. Safe to call twice."""
+        self._closing.set()
         if await self._queue.close():
             await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
 
@@ -131,7 +134,13 @@ class HFEngine:
                 pending.answer(completion)
 
     def _generate(self, name: str, rows: list[Row]) -> list[Completion]:
-        return generate_batch(self._policies[name], rows, self._versions[name], share_limit=self._share_limits[name])
+        return generate_batch(
+            self._policies[name],
+            rows,
+            self._versions[name],
+            share_limit=self._share_limits[name],
+            closing=self._closing.is_set,
+        )
 
     def _split(self, flush: list[Pending[Row]]) -> list[list[Pending[Row]]]:
         """Sub-batches of one policy and agent, of similar prompt length, in an order fixed by the keys."""

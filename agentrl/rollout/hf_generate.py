@@ -9,7 +9,7 @@ Shapes: B rows, P shared prefix, S longest rest, V vocabulary, W packed words of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +107,23 @@ class Batch:
 
 
 @torch.inference_mode()
-def generate_batch(policy: HFPolicy, rows: Sequence[Row], version: int, *, share_limit: int) -> list[Completion]:
+def generate_batch(
+    policy: HFPolicy,
+    rows: Sequence[Row],
+    version: int,
+    *,
+    share_limit: int,
+    closing: Callable[[], bool] = lambda: False,
+) -> list[Completion]:
     """Complete all rows; results in row order. A common prefix is computed once when the batch, padding and all, is
-    no longer than `share_limit` tokens. Raises `EngineError` on NaN logits."""
+    no longer than `share_limit` tokens. Raises `EngineError` on NaN logits, and at the next token once `closing()`."""
     batch = prefill(policy, list(rows), share_limit=share_limit)
     while True:
         tokens_B = _step(policy, batch)
         if all(row.done for row in batch.rows):
             return [row.completion(version) for row in rows]
+        if closing():
+            raise EngineError("the engine was closed while it generated", "end the rollouts before closing it")
         tokens_B = _compact(batch, tokens_B)
         _forward(policy, batch, tokens_B)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import EngineConfig
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import ConfigError, EngineError, RunFailedError
 from agentrl.grammar import GrammarFactory
 from agentrl.launch.cluster import Cluster
 from agentrl.protocols import WeightSource
@@ -80,7 +81,7 @@ class VLLMEngine:
         build = installed_build()
         if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
             raise no_gpu()
-        cluster = await asyncio.to_thread(Cluster.start, address=address, num_gpus=gpus, debug=debug)
+        cluster = await _start_cluster(address, gpus, debug)
         engine = cls(policies, seed=seed, cluster=cluster)
         try:
             num_gpus = cluster.num_gpus if build == "gpu" else 0
@@ -97,7 +98,8 @@ class VLLMEngine:
                 )
                 await engine._start_actor(policy, fields, environment, share, start_timeout_s)
         except BaseException:
-            await engine.close()
+            # what is still loading a model cannot answer, so nothing is asked
+            await engine.close(orderly=False)
             raise
         return engine
 
@@ -154,7 +156,7 @@ class VLLMEngine:
                 f"{self._in_flight[policy]} requests of policy {policy!r} are in flight; its weights cannot change",
                 "await every completion before the weight sync",
             )
-        with weight_folder(source, self._folders[policy]) as folder:
+        with weight_folder(source, self._folders[policy], within=self._cluster.folder) as folder:
             call = self.actors[policy].load.remote(str(folder), version, version ^ self._seed)
             report = await self._call(policy, call, "the weight sync", timeout_s)
         names = [*report["missing"], *report["different"]]
@@ -166,8 +168,8 @@ class VLLMEngine:
             )
         return int(report["version"])
 
-    async def close(self) -> None:
-        """End the engines, then the cluster if it is ours. Safe to call twice."""
+    async def close(self, *, orderly: bool = True) -> None:
+        """End the engines, then the cluster if it is ours. Safe to call twice. `orderly` asks each engine first."""
         if self._closed:
             return
         self._closed = True
@@ -176,8 +178,9 @@ class VLLMEngine:
 
             for actor in self.actors.values():
                 # a dead or stuck actor is killed below; nothing is to be told of it at the end of a run
-                with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                    await asyncio.wait_for(_resolved(actor.close.remote()), 15)
+                if orderly:
+                    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                        await asyncio.wait_for(_resolved(actor.close.remote()), 15)
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(actor)
             self.actors.clear()
@@ -218,6 +221,18 @@ class VLLMEngine:
         if policy not in self._grammars:
             self._grammars[policy] = GrammarFactory.from_folder(self._folders[policy])
         return self._grammars[policy]
+
+
+async def _start_cluster(address: str | None, gpus: int | None, debug: bool) -> Cluster:
+    """A started cluster. Cancelled while it starts, it waits for it and closes it: its thread cannot be stopped."""
+    start = functools.partial(Cluster.start, address=address, num_gpus=gpus, debug=debug)
+    starting = asyncio.create_task(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(RunFailedError):  # it did not start, and has cleaned up
+            await asyncio.to_thread((await starting).close)
+        raise
 
 
 async def _resolved(ref: Any) -> Any:

@@ -15,8 +15,9 @@ from agentrl.protocols import WeightSource
 
 
 @contextmanager
-def weight_folder(source: WeightSource, model: Path) -> Iterator[Path]:
-    """The folder of `source`; tensors become a temporary one beside links to `model`'s config and tokenizer files.
+def weight_folder(source: WeightSource, model: Path, within: Path | None = None) -> Iterator[Path]:
+    """The folder of `source`; tensors become a temporary one with links to `model`'s config and tokenizer files, below
+    `within` (none: where the system keeps temporary files).
 
     Raises `EngineError` for a source that is neither or both, or a folder without safetensors files.
     """
@@ -28,7 +29,7 @@ def weight_folder(source: WeightSource, model: Path) -> Iterator[Path]:
         yield source.folder
         return
     assert source.tensors is not None
-    folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-"))
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=within))
     try:
         for path in model.iterdir():
             if path.is_file() and ".safetensors" not in path.name:

@@ -239,6 +239,7 @@ class Sandbox:
             stderr=DEVNULL,
             env={k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},  # some interpreters need it to start
             limit=1 << 20,
+            start_new_session=True,  # Ctrl-C is the driver's: the first one lets the step, and so this program, finish
         )
         assert process.stdin is not None
         assert process.stdout is not None

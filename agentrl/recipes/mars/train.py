@@ -74,7 +74,7 @@ def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
             keep_last=recipe.run.keep_last,
             keep_best=recipe.run.keep_best,
         ) as run,
-        interruptible(options.progress.note) as interrupt,
+        interruptible(options.progress.note, finish_step=True) as interrupt,
     ):
         return asyncio.run(_train(recipe, options, run, interrupt, recorded))
 
