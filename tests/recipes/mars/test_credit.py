@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig
 from agentrl.recipes.mars.credit import assign
+from agentrl.recipes.mars.metrics import untrained_reason
 from agentrl.types import MaskReason
 
 
@@ -343,3 +344,15 @@ def test_a_role_that_used_no_tool_in_some_rollouts_is_still_drawn_to_g(lab):
 def test_f7_one_rollout_per_question_has_no_baseline_and_trains_nothing(lab):
     out = credit(lab.question([1.0], [3]))
     assert all(set(c.weights) == {0.0} for c in out.credited)
+
+
+def test_f3_with_a_kl_term_a_flat_group_still_has_weight_and_is_not_called_untrained(lab):
+    out = credit(lab.question([1, 1], [1, 1]))
+    assert untrained_reason(out, kl_coef=0.1) is None
+    assert "no advantage 8" in untrained_reason(out, kl_coef=0.0)
+    assert sum(sum(c.weights) for c in out.credited) == pytest.approx(2.0)
+
+
+def test_f3_a_reward_that_is_not_a_number_is_refused_also_inside_a_constant_group(lab):
+    with pytest.raises(ValueError, match="finite"):
+        credit(lab.question([1, 1, float("nan")], [0, 0, 0]))
