@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
 
 from agentrl.errors import ConfigError, RunFailedError
 from agentrl.rollout.hf_attention import ATTENTION, use_prefix_attention
+from agentrl.rollout.latent_attention import StepCache, step_attention
 from agentrl.rollout.latent_cache import LatentCache, PromptMemory
 from agentrl.types import Embeddings, LatentAction, Prompt
 
@@ -204,8 +204,10 @@ def latent_rollout_with_grad(
     embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
 
     def run(inputs_BLD: Tensor) -> Tensor:
-        cached = {"past_key_values": DynamicCache(), "use_cache": True}
-        return _unroll(backbone, inputs_BLD, mask_BL, link, steps, cached, gradient)
+        cache = StepCache(backbone.num_layers)
+        cached = {"past_key_values": cache, "step_cache": cache, "use_cache": True}
+        with step_attention(backbone.decoder):
+            return _unroll(backbone, inputs_BLD, mask_BL, link, steps, cached, gradient)
 
     if checkpointed:
         states_BmD = checkpoint(run, embeds_BLD, use_reentrant=False, preserve_rng_state=False)

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from agentrl.errors import ConfigError, RunFailedError
 from agentrl.models import load_model, prepare
@@ -19,8 +20,10 @@ from agentrl.rollout.latent import (
     latent_rollout,
     latent_rollout_with_grad,
     latent_rollout_without_cache,
+    pad_prompts,
 )
 from agentrl.rollout.latent_answer import head_gap, head_logits, text_logprobs, text_loss, text_states
+from agentrl.rollout.latent_attention import STEP_ATTENTION
 from agentrl.rollout.latent_cache import PromptMemory
 from agentrl.types import Embeddings, Key, Prompt, Request, Sampling
 from agentrl.update.links import InnerLink, OuterLink, checksum, transfer
@@ -40,6 +43,12 @@ def _ids(*rows):
 @pytest.fixture(scope="session")
 def backbones(tiny_folder):
     return {arch: Backbone(arch, load_model(tiny_folder[arch], "float32")) for arch in ARCHS}
+
+
+@pytest.fixture
+def make_backbone(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    return lambda name: Backbone(name, load_model(prepare(name), "float32"))
 
 
 @pytest.fixture(params=ARCHS)
@@ -198,10 +207,8 @@ def test_t11_slots_and_blocks_must_match_and_be_finite(llama):
         llama.embed(fill_slots([(1,), (2,)], [torch.zeros(3, 48)]))
 
 
-def test_t12_t21_a_block_crosses_to_another_size_and_architecture(backbones, link, tiny_folder, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AGENTRL_HOME", str(tmp_path_factory.mktemp("home")))
-        wide = Backbone("wide", load_model(prepare("tiny-qwen3-h96"), "float32"))
+def test_t12_t21_a_block_crosses_to_another_size_and_architecture(backbones, link, make_backbone):
+    wide = make_backbone("tiny-qwen3-h96")
     outer = OuterLink(64, 96)
     states = latent_rollout(backbones["gemma3"], _ids(*PROMPTS), link, 5).states_BmD
     blocks = transfer(states, link, outer).detach()
@@ -390,6 +397,53 @@ def test_t19_the_gradient_agrees_with_finite_differences_through_every_step(back
     eps = 3e-5
     slope = (at(eps) - at(-eps)) / (2 * eps)
     assert slope == pytest.approx(float(grads.abs().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("length", [5, 90])
+def test_t20_step_attention_has_the_gradient_of_a_stock_cache(backbone, link, length):
+    """Also where the rollout is longer than the sliding window, with and without padding."""
+    rows = [tuple(range(3, 3 + length)), tuple(range(200, 200 + max(3, length - 20)))]
+
+    def stock(prompts):
+        embeds, mask = pad_prompts(backbone, prompts)
+        cache, states = DynamicCache(), []
+        for _ in range(6):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -embeds.shape[1] :]
+            out = backbone.decoder(
+                inputs_embeds=embeds, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            states.append(out.last_hidden_state[:, -1])
+            embeds = link(states[-1])[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        return torch.stack(states, dim=1)
+
+    for ids in (rows, rows[:1]):
+        block = torch.randn(2, 64, requires_grad=True)
+        prompts = [fill_slots([row, (7, 8)], [block]) for row in ids]
+        both = [stock(prompts), latent_rollout_with_grad(backbone, prompts, link, 6).states_BmD]
+        assert _rel(both[1], both[0]) < 1e-4
+        direction = torch.randn(both[0].shape, generator=torch.Generator().manual_seed(2))
+        wrt = [block, *link.parameters()]
+        want, got = (torch.autograd.grad((s * direction).sum(), wrt) for s in both)
+        for a, b in zip(got, want, strict=True):
+            assert _rel(a, b) < 1e-3
+    assert backbone.decoder.config._attn_implementation != STEP_ATTENTION
+
+
+def test_training_keeps_no_copy_of_the_prompt_per_step(make_backbone):
+    wide, link, kept = make_backbone("tiny-llama-h128"), InnerLink(128), {}
+    for steps in (2, 12):
+        storages = {}
+
+        def count(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            latent_rollout_with_grad(wide, _ids(*[tuple([5] * 1000)] * 2), link, steps, checkpointed=False)
+        kept[steps] = sum(storage.nbytes() for storage in storages.values())
+    prompt_keys_and_values = 2 * 2 * 2 * 1000 * 64 * 4  # two rows, two layers, two key heads of 32, fp32
+    assert (kept[12] - kept[2]) / 10 < 0.5 * prompt_keys_and_values
 
 
 def test_first_step_form_keeps_the_states_and_cuts_the_gradient_after_the_first(llama, link):
