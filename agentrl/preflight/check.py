@@ -173,6 +173,9 @@ def _packages(recipe: BaseRecipe) -> Iterator[Finding]:
         wanted["torch"] = wanted["transformers"] = ("engine.kind", "pip install agentrl")
     if recipe.tools.search is not None:
         wanted["bm25s"] = ("tools.search", "pip install agentrl")
+    for endpoint in recipe.endpoints():
+        if endpoint.url:
+            wanted["openai"] = (endpoint.key, "pip install agentrl")
     for package, (key, fix) in wanted.items():
         if importlib.util.find_spec(package) is None:
             yield Finding("error", key, f"the package {package} is not installed", fix, _ENVIRONMENT)
