@@ -11,7 +11,7 @@ from agentrl.recipes.recursivemas.recursion import System, prompts_of, run_round
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.rollout.latent import latent_rollout
 from agentrl.types import Embeddings
-from agentrl.update.links import checksum
+from agentrl.update.links import checksum, mean_token_norm
 
 QUESTIONS = ["How many apples are left?", "What is the capital of the north, and why is it there?"]
 
@@ -129,6 +129,28 @@ def test_t23_experts_are_independent_of_their_order(make_system):
         assert torch.equal(_logits(loaded, "summarizer", a), _logits(loaded, "summarizer", b))
 
 
+def test_t11_each_slot_takes_the_block_of_the_agent_it_names(make_system):
+    roles = {"summarizer": {"prompt": "{science} then {math} then {code}: {question}"}}
+    for own in ({}, {"roles": roles}):
+        recipe, loaded = make_system("mixture", **own)
+        width = loaded.system.agents["summarizer"].backbone.dim
+        values = {"math": 1.0, "code": 2.0, "science": 3.0}
+        blocks = {e: torch.full((2, 4, width), values.get(e.source, 0.0)) for e in loaded.system.graph.edges}
+        prompt = prompts_of(loaded.system, recipe.recursivemas, "summarizer", 1, QUESTIONS, blocks)[1]
+        found = [s.handle[0, 0].item() for s in prompt.segments if isinstance(s, Embeddings)]
+        assert found == ([3.0, 1.0, 2.0] if own else [1.0, 2.0, 3.0])
+
+
+def test_norm_matching_gives_what_is_sent_the_receivers_token_norm(make_recipe):
+    loaded = load_system(make_recipe(match_norm=True))
+    for stage in _run(make_recipe(match_norm=True), loaded).stages:
+        for name, norm in stage.sent_norm.items():
+            receiver = loaded.system.agents[name.split("-")[1]].backbone
+            assert norm == pytest.approx(mean_token_norm(receiver.embeddings), rel=1e-3)
+    norms = {a.inner.target_norm for a in loaded.system.agents.values()}
+    assert max(norms) > 5 * min(norms)  # gemma scales its embeddings
+
+
 def test_t26_prompts_are_computed_once_and_the_rest_is_counted(make_system):
     recipe, loaded = make_system(rounds=3)
     stages = _run(recipe, loaded).stages
@@ -171,7 +193,8 @@ def test_t21_two_agents_of_one_model_share_it_and_think_as_with_two_copies(make_
 
 def test_t17_thinking_leaves_models_and_links_as_they_were(make_system):
     recipe, loaded = make_system(rounds=2)
-    modules = [*(a.backbone.model for a in loaded.system.agents.values()), *loaded.system.outer.values()]
+    agents = loaded.system.agents.values()
+    modules = [*(a.backbone.model for a in agents), *(a.inner for a in agents), *loaded.system.outer.values()]
     before = [checksum(m) for m in modules]
     _run(recipe, loaded)
     assert [checksum(m) for m in modules] == before

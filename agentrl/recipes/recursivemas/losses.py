@@ -1,0 +1,180 @@
+"""What the links are trained on. Stage 1: inner links alone. Stage 2: outer links through the whole recursion.
+
+Three forms of stage 2, named in every result (specs 5.2 and 5.3):
+    rollout         the recursion as it is used: gradient through every latent step of every agent and round
+    first_step      the same states, gradient through each rollout's first state only (cheap)
+    teacher_forced  the released code's: no rollout; an agent reads its known text, and its states there are sent on.
+                    In earlier rounds the decoder reads the true answer, which its states may leak into the last one.
+
+Source: "Recursive Multi-Agent Systems", arXiv 2604.25917, equations 5 and 6, and its released code.
+Shapes: B questions, T text tokens, m latent steps, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from agentrl.recipes.recursivemas.config import RecursiveConfig
+from agentrl.recipes.recursivemas.graph import Edge
+from agentrl.recipes.recursivemas.recursion import Agent, Send, System, Think, run_rounds
+from agentrl.rollout.latent import Backbone, Rollout, latent_rollout, latent_rollout_with_grad
+from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
+from agentrl.types import Embeddings, Prompt
+
+OuterForm = Literal["rollout", "first_step", "teacher_forced"]
+Ids = Sequence[int]
+MAX_BLOCK = 80  # teacher-forced states that are sent on, at most (the released `max_latent_tokens`)
+
+
+def inner_loss(
+    backbone: Backbone, link: nn.Module, prompts: Sequence[Prompt], texts: Sequence[Ids], mse_weight: float = 0.0
+) -> Tensor:
+    """Equation 5: the mean over text tokens of 1 - cos(link(h_t), Emb(y_{t+1})), plus `mse_weight` times the MSE.
+
+    h_t are the frozen model's states (after the final norm) when it reads the prompt and the text, teacher-forced;
+    only positions whose next token belongs to the text count.
+    """
+    with torch.no_grad():
+        states = text_states(backbone, prompts, texts)
+        target_ND = backbone.embeddings(states.ids_BT[states.mask_BT]).float()
+    predicted_ND = link(states.before_BTD[states.mask_BT]).float()
+    loss = (1.0 - nn.functional.cosine_similarity(predicted_ND, target_ND, dim=-1)).mean()
+    if mse_weight:
+        loss = loss + mse_weight * nn.functional.mse_loss(predicted_ND, target_ND)
+    return loss
+
+
+@dataclass(slots=True)
+class RoundGradients:
+    """The gradients that each round's use of the outer links adds, kept apart until they are read."""
+
+    grads: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
+
+    def tap(self, link: nn.Module, edge: Edge, round_number: int) -> dict[str, Tensor]:
+        """Aliases of the link's parameters for one round, whose gradients are recorded on the way to the parameters."""
+        aliases = {}
+        for name, parameter in link.named_parameters():
+            alias = parameter.view_as(parameter)
+            if alias.requires_grad:
+                alias.register_hook(self._record((round_number, edge.name, name)))
+            aliases[name] = alias
+        return aliases
+
+    def norms(self) -> dict[int, float]:
+        """Round -> 2-norm over all outer links."""
+        squares: dict[int, float] = {}
+        for (round_number, _, _), grad in self.grads.items():
+            squares[round_number] = squares.get(round_number, 0.0) + grad.double().square().sum().item()
+        return {r: s**0.5 for r, s in sorted(squares.items())}
+
+    def _record(self, key: tuple[int, str, str]):
+        def record(grad: Tensor) -> None:
+            self.grads[key] = self.grads[key] + grad if key in self.grads else grad.detach().clone()
+
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class OuterLoss:
+    """`loss` to differentiate; `by_round[r - 1]` the answer's mean cross-entropy from the decoder's prompt of round r,
+    None where it was not asked for."""
+
+    loss: Tensor
+    by_round: tuple[Tensor | None, ...]
+
+
+def outer_loss(
+    system: System,
+    config: RecursiveConfig,
+    questions: Sequence[str],
+    answers: Sequence[Ids],
+    *,
+    form: OuterForm = "rollout",
+    texts: Mapping[str, Sequence[Ids]] | None = None,
+    round_weights: Sequence[float] | None = None,
+    gradients: RoundGradients | None = None,
+) -> OuterLoss:
+    """Equation 6: cross-entropy on the answers' tokens after all rounds, with the graph kept across rounds.
+
+    `texts` are the role targets of `teacher_forced` (agent -> one text per question; one question at a time).
+    `round_weights` weigh the answer's loss from the decoder's prompt in each round; by default only the last counts.
+    """
+    weights = [0.0] * (config.rounds - 1) + [1.0] if round_weights is None else list(round_weights)
+    assert len(weights) == config.rounds, f"{len(weights)} round weights for {config.rounds} rounds"
+    decoder = system.graph.decoder
+    asked: list[Sequence[Prompt]] = []
+    if form == "teacher_forced":
+        assert len(questions) == 1, "teacher-forced blocks differ in length: one question at a time"
+        known = {**(texts or {}), decoder: answers}
+        inner_think = _reader(known)
+    else:
+        inner_think = _grad_thinker(config.latent_steps, "full" if form == "rollout" else "first")
+
+    def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
+        if agent.name == decoder:
+            asked.append(prompts)
+        return inner_think(agent, prompts)
+
+    out = run_rounds(system, config, questions, think, sender_with_grad(system, gradients))
+    asked.append(out.prompts)
+    backbone = system.agents[decoder].backbone
+    by_round: list[Tensor | None] = []
+    total = torch.zeros((), device=backbone.device)
+    for weight, prompts in zip(weights, asked, strict=True):
+        if weight == 0.0:
+            by_round.append(None)
+            continue
+        states = text_states(backbone, prompts, answers, checkpointed=True)
+        loss = text_loss(text_logprobs(backbone, states), states)
+        by_round.append(loss)
+        total = total + weight * loss
+    return OuterLoss(total, tuple(by_round))
+
+
+def sender_with_grad(system: System, gradients: RoundGradients | None = None) -> Send:
+    """Over an edge by its links, keeping the graph; with `gradients` each round's share is recorded."""
+
+    def send(edge: Edge, round_number: int, states_BmD: Tensor) -> Tensor:
+        middle = system.agents[edge.source].inner(states_BmD)
+        link = system.outer[edge]
+        if gradients is None:
+            block: Tensor = link(middle)
+        else:
+            block = functional_call(link, gradients.tap(link, edge, round_number), (middle,))
+        return block.to(system.agents[edge.target].backbone.dtype)
+
+    return send
+
+
+def _grad_thinker(steps: int, gradient: Literal["full", "first"]) -> Think:
+    def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
+        if not (_needs_grad(prompts) or any(p.requires_grad for p in agent.inner.parameters())):
+            return latent_rollout(agent.backbone, prompts, agent.inner, steps)
+        return latent_rollout_with_grad(agent.backbone, prompts, agent.inner, steps, gradient=gradient)
+
+    return think
+
+
+def _reader(texts: Mapping[str, Sequence[Ids]]) -> Think:
+    """Instead of a rollout: the states at the agent's known text, at most `MAX_BLOCK` of them."""
+
+    def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
+        read = [text[:MAX_BLOCK] for text in texts[agent.name]]
+        states_BTD = text_states(agent.backbone, prompts, read, checkpointed=True).at_BTD
+        lengths = tuple(len(prompt) for prompt in prompts)
+        computed = tuple(length + len(text) for length, text in zip(lengths, read, strict=True))
+        norms = states_BTD.detach().float().norm(dim=-1)
+        return Rollout(states_BTD, norms, lengths, (0,) * len(lengths), computed)
+
+    return think
+
+
+def _needs_grad(prompts: Sequence[Prompt]) -> bool:
+    blocks = [s.handle for prompt in prompts for s in prompt.segments if isinstance(s, Embeddings)]
+    return any(isinstance(block, Tensor) and block.requires_grad for block in blocks)
