@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -22,10 +23,12 @@ TEXTS = [(20, 21, 22, 23, 24), (30, 31)]
 def trained(make_system):
     """(config of 3 rounds, system whose outer links alone take gradients)."""
     recipe, loaded = make_system(rounds=3)
+    before = {edge: copy.deepcopy(link.state_dict()) for edge, link in loaded.system.outer.items()}
     for link in loaded.system.outer.values():
         link.requires_grad_(True).zero_grad()
     yield recipe.recursivemas, loaded.system
-    for link in loaded.system.outer.values():
+    for edge, link in loaded.system.outer.items():  # other tests share the system
+        link.load_state_dict(before[edge])
         link.requires_grad_(False).zero_grad()
 
 
