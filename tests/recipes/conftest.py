@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,3 +84,88 @@ def cli(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         return Done(code if isinstance(code, int) else 0, out, err)
 
     return run
+
+
+@dataclass(slots=True)
+class Driver:
+    """A run of the command line in a process of its own. Whatever it starts carries `mark` in its environment."""
+
+    ask: Callable[[dict[str, Any]], dict[str, Any]]
+    pid: int
+    folder: Path
+    mark: str
+    code: int | None = None
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit code, negative for a signal. Fails when the process does not end in time."""
+        if self.code is None:
+            self.code = self.ask({"wait": self.pid, "timeout": timeout})["code"]
+        assert self.code is not None, f"still running after {timeout} s:\n{self.log}"
+        return self.code
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    @property
+    def log(self) -> str:
+        """Its stdout and stderr so far."""
+        return (self.folder / f"{self.mark}.log").read_text()
+
+    def left(self) -> dict[int, str]:
+        """Living processes that it started, by id."""
+        return marked(self.mark)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Id -> command line of every process with `mark` in the environment it was started with; zombies are dead."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(entry.name)] = command[:100]
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def warm_driver() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    script = Path(__file__).with_name("warm_driver.py")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask(request: dict[str, Any]) -> dict[str, Any]:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        return answer
+
+    yield ask
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def drive(warm_driver: Callable[[dict[str, Any]], dict[str, Any]], folder: Path) -> Iterator[Callable[..., Driver]]:
+    """`drive("mars", "train", ...)` starts the command line in `folder`; what still runs at the end is killed."""
+    drivers: list[Driver] = []
+
+    def start(*args: str, sets: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Driver:
+        mark = f"agentrl-test-{os.getpid()}-{folder.name}-{len(drivers)}"
+        words = [*args, *(word for text in sets for word in ("--set", text))]
+        request = {"args": words, "cwd": str(folder), "log": str(folder / f"{mark}.log")}
+        pid = warm_driver({**request, "env": {"AGENTRL_TEST_MARK": mark, **(env or {})}})["pid"]
+        drivers.append(Driver(warm_driver, pid, folder, mark))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        if driver.code is None:
+            driver.signal(signal.SIGKILL)
+            driver.wait(10)
