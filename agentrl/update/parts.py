@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 
 
 class PartGradients:

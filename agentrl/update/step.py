@@ -152,7 +152,8 @@ def _diverged(
     """Says where a loss that is not finite comes from: the first such value by sample and token, and weight."""
     where = ""
     for name, values_N in terms.items():
-        odd_N = (~torch.isfinite(values_N.detach())).nonzero()
+        values_N = values_N.detach()
+        odd_N = (~torch.isfinite(values_N)).nonzero()
         if len(odd_N):
             n = int(odd_N[0])
             sample = credited[batch.sample_N[n]].sample.id
