@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from agentrl.config.schema import AgentConfig, BaseRecipe, EngineConfig, RunConfig, SamplingConfig, Section
 from agentrl.recipes.recursivemas.graph import Edge, Graph
-from agentrl.recipes.recursivemas.prompts import TEXT_FIELDS, fields_of
+from agentrl.recipes.recursivemas.prompts import slots_in
 from agentrl.recipes.recursivemas.styles import INSTRUCTIONS, STYLES, SYSTEM
 
 StyleName = Literal["sequential_light", "sequential_scaled", "mixture", "distillation", "deliberation", "custom"]
@@ -28,7 +28,8 @@ class EdgeConfig(Section):
 
 
 class RoleConfig(Section):
-    """What a role hears as its user turn: {question}, {instruction}, and {NAME} for the latents of agent NAME."""
+    """What a role hears as its user turn: {question}, {instruction}, {task.KEY} for a further field of the task, and
+    {NAME} for the latents of agent NAME."""
 
     prompt: str
     first: str | None = Field(None, description="the user turn of round 1, for roles that hear feedback later")
@@ -91,7 +92,7 @@ class RecursiveConfig(Section):
         """Every incoming block has exactly one slot, in the prompt of each round that it reaches."""
         first, later = self.prompt_of(agent, 1), self.prompt_of(agent, 2)
         for text, round_number, key in ((first, 1, "first"), (later, 2, "prompt")):
-            slots = [name for name in fields_of(text) if name not in TEXT_FIELDS]
+            slots = slots_in(text)
             wanted = [e.source for e in self.graph.incoming(agent, round_number)]
             missing, extra = sorted(set(wanted) - set(slots)), sorted(set(slots) - set(wanted))
             if missing:
@@ -130,8 +131,7 @@ class RecursiveConfig(Section):
 
     def slots_of(self, agent: str, round_number: int) -> tuple[str, ...]:
         """The agents whose blocks stand in the user turn of a round, in order."""
-        names = fields_of(self.prompt_of(agent, round_number))
-        return tuple(name for name in names if name not in TEXT_FIELDS)
+        return slots_in(self.prompt_of(agent, round_number))
 
     def system_of(self, agent: str) -> str:
         return SYSTEM if self.style == "custom" else STYLES[self.style].roles[agent].system

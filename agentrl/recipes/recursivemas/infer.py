@@ -54,7 +54,7 @@ async def answer_batch(
     thought: Recursion = run_rounds(
         loaded.system,
         config,
-        [task.question for task in tasks],
+        tasks,
         thinker(config.latent_steps),
         send or sender(loaded.system),
     )
@@ -91,7 +91,7 @@ def asked(recipe: RecursiveRecipe, question: str | None, file: Path | None) -> l
 def refuse_long(recipe: RecursiveRecipe, loaded: Loaded, tasks: Sequence[Task]) -> None:
     """Raises `DataError` for the first question that does not fit some agent's window."""
     for task in tasks:
-        why = too_long(loaded.system, recipe.recursivemas, task.question)
+        why = too_long(loaded.system, recipe.recursivemas, task)
         if why is not None:
             raise DataError(f"question {task.id}: {why}", "shorten it, or lower recursivemas.latent_steps")
 

@@ -25,7 +25,7 @@ from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.recipes.recursivemas.recursion import Agent, Send, System, Think, run_rounds
 from agentrl.rollout.latent import Backbone, Rollout, latent_rollout, latent_rollout_with_grad
 from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
-from agentrl.types import Embeddings, Prompt
+from agentrl.types import Embeddings, Prompt, Task
 
 OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Ids = Sequence[int]
@@ -92,7 +92,7 @@ class OuterLoss:
 def outer_loss(
     system: System,
     config: RecursiveConfig,
-    questions: Sequence[str],
+    tasks: Sequence[Task],
     answers: Sequence[Ids],
     *,
     form: OuterForm = "rollout",
@@ -110,7 +110,7 @@ def outer_loss(
     decoder = system.graph.decoder
     asked: list[Sequence[Prompt]] = []
     if form == "teacher_forced":
-        assert len(questions) == 1, "teacher-forced blocks differ in length: one question at a time"
+        assert len(tasks) == 1, "teacher-forced blocks differ in length: one question at a time"
         known = {**(texts or {}), decoder: answers}
         inner_think = _reader(known)
     else:
@@ -121,7 +121,7 @@ def outer_loss(
             asked.append(prompts)
         return inner_think(agent, prompts)
 
-    out = run_rounds(system, config, questions, think, sender_with_grad(system, gradients))
+    out = run_rounds(system, config, tasks, think, sender_with_grad(system, gradients))
     asked.append(out.prompts)
     backbone = system.agents[decoder].backbone
     by_round: list[Tensor | None] = []

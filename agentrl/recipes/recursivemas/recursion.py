@@ -20,7 +20,7 @@ from agentrl.recipes.recursivemas.graph import Edge, Graph
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
 from agentrl.rollout.latent import Backbone, Rollout, fill_slots, latent_rollout
 from agentrl.rollout.latent_cache import PromptMemory
-from agentrl.types import LatentAction, Prompt
+from agentrl.types import LatentAction, Prompt, Task
 from agentrl.update.links import transfer
 
 
@@ -70,9 +70,7 @@ Think = Callable[[Agent, Sequence[Prompt]], Rollout]
 Send = Callable[[Edge, int, Tensor], Tensor]
 
 
-def run_rounds(
-    system: System, config: RecursiveConfig, questions: Sequence[str], think: Think, send: Send
-) -> Recursion:
+def run_rounds(system: System, config: RecursiveConfig, tasks: Sequence[Task], think: Think, send: Send) -> Recursion:
     """All rounds for a batch of questions (see `graph` for the flow on one page).
 
     `think` maps an agent's prompts to its raw states (B, m, D); `send` maps states and round over an edge to the
@@ -84,7 +82,7 @@ def run_rounds(
     for round_number in range(1, rounds + 1):
         for name in graph.working(round_number, rounds):
             agent = system.agents[name]
-            prompts = prompts_of(system, config, name, round_number, questions, blocks)
+            prompts = prompts_of(system, config, name, round_number, tasks, blocks)
             rollout = think(agent, prompts)
             sent = {}
             for edge in graph.outgoing(name, round_number, rounds):
@@ -93,7 +91,7 @@ def run_rounds(
             stages.append(
                 Stage(round_number, name, rollout.actions(name), rollout.prompt_positions, rollout.reused, sent)
             )
-    return Recursion(prompts_of(system, config, graph.decoder, rounds, questions, blocks), tuple(stages))
+    return Recursion(prompts_of(system, config, graph.decoder, rounds, tasks, blocks), tuple(stages))
 
 
 def prompts_of(
@@ -101,7 +99,7 @@ def prompts_of(
     config: RecursiveConfig,
     name: str,
     round_number: int,
-    questions: Sequence[str],
+    tasks: Sequence[Task],
     blocks: Mapping[Edge, Tensor],
 ) -> tuple[Prompt, ...]:
     """What an agent reads in a round, one prompt per question: its text with the incoming blocks in their slots."""
@@ -109,13 +107,13 @@ def prompts_of(
     by_source = {e.source: blocks[e] for e in system.graph.incoming(name, round_number)}
     order = config.slots_of(name, round_number)
     prompts = []
-    for row, question in enumerate(questions):
-        runs = ids_around_slots(system.agents[name].chat, config.system_of(name), text, question, config.instruction)
+    for row, task in enumerate(tasks):
+        runs = ids_around_slots(system.agents[name].chat, config.system_of(name), text, task, config.instruction)
         prompts.append(fill_slots(runs, [by_source[source][row] for source in order]))
     return tuple(prompts)
 
 
-def too_long(system: System, config: RecursiveConfig, question: str) -> str | None:
+def too_long(system: System, config: RecursiveConfig, task: Task) -> str | None:
     """Which agent's window a question exceeds, with the sizes; None where it fits all rounds."""
     steps = config.latent_steps
     for name, agent in system.agents.items():
@@ -124,7 +122,7 @@ def too_long(system: System, config: RecursiveConfig, question: str) -> str | No
                 agent.chat,
                 config.system_of(name),
                 config.prompt_of(name, round_number),
-                question,
+                task,
                 config.instruction,
             )
             length = sum(map(len, runs)) + (len(runs) - 1) * steps

@@ -10,10 +10,12 @@ import torch
 
 from agentrl.recipes.recursivemas.losses import RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.recursion import System
-from agentrl.types import Prompt
+from agentrl.types import Prompt, Task
 from agentrl.update.links import InnerLink, checksum
 
-QUESTIONS = ["How many apples are left?", "What is the capital of the north?"]
+QUESTIONS = [
+    Task(str(i), text) for i, text in enumerate(["How many apples are left?", "What is the capital of the north?"])
+]
 ANSWERS = [(11, 12, 13), (14, 15)]
 PROMPTS = [Prompt.of((3, 4, 5, 6)), Prompt.of((7, 8))]
 TEXTS = [(20, 21, 22, 23, 24), (30, 31)]
