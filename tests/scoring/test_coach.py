@@ -153,7 +153,9 @@ def test_m06_an_agnostic_coach_never_sees_the_reference_and_an_aware_one_only_wh
         with serving(_says(5)) as fake:
             views = [view_of(t, TASK, role="r", observed="o", truth=TASK.references[0], aware=aware) for t in turns]
             _scores(_coach(fake.url), *views)
-        shows = {next(a for a in agents if f"]\n{a}\n[" in p): "SENTINEL-TRUTH" in p for p in fake.prompts()}
+        shows = {
+            next(a for a in agents if f"The action is by {a}," in p): "SENTINEL-TRUTH" in p for p in fake.prompts()
+        }
         assert shows == {a: a in aware for a in agents}
 
 
