@@ -1,0 +1,55 @@
+"""The channel cut and crossed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import DataError
+from agentrl.recipes.recursivemas.controls import derangement, shuffled, single_prompts, zeroed
+from agentrl.recipes.recursivemas.recursion import run_rounds, sender, thinker
+from agentrl.types import Embeddings, Task
+
+TASKS = [Task("a", "How many apples are left?"), Task("b", "What is the capital?"), Task("c", "Why is it there?")]
+
+
+def _blocks(recipe, loaded, send):
+    out = run_rounds(loaded.system, recipe.recursivemas, TASKS, thinker(4), send)
+    return [next(s.handle for s in p.segments if isinstance(s, Embeddings)) for p in out.prompts]
+
+
+def test_t25_zero_blocks_hold_nothing_and_keep_their_place(make_system):
+    recipe, loaded = make_system("distillation", rounds=1)
+    plain, zero = (_blocks(recipe, loaded, s) for s in (sender(loaded.system), zeroed(sender(loaded.system))))
+    assert all(not z.any() and z.shape == p.shape for z, p in zip(zero, plain, strict=True))
+    assert all(p.any() for p in plain)
+
+
+def test_t25_shuffled_blocks_come_from_another_question_of_the_batch(make_system):
+    recipe, loaded = make_system("distillation", rounds=1)
+    plain = _blocks(recipe, loaded, sender(loaded.system))
+    crossed = _blocks(recipe, loaded, shuffled(sender(loaded.system), (2, 0, 1)))
+    assert all(torch.equal(crossed[b], plain[source]) for b, source in enumerate((2, 0, 1)))
+
+
+@given(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=40), st.integers(0, 5))
+def test_t25_nobody_hears_of_a_question_with_an_equal_answer(answers, seed):
+    if 2 * max(answers.count(a) for a in answers) > len(answers):
+        with pytest.raises(DataError, match="answers are equal"):
+            derangement(answers, seed)
+        return
+    order = derangement(answers, seed)
+    assert sorted(order) == list(range(len(answers)))
+    assert all(answers[b] != answers[source] for b, source in enumerate(order))
+    assert order == derangement(answers, seed)
+
+
+def test_t25_a_single_agent_reads_the_question_alone(make_system):
+    recipe, loaded = make_system()
+    config = recipe.recursivemas
+    prompt = single_prompts(loaded.system, config.system_of("solver"), config.instruction, TASKS)[0]
+    text = loaded.system.agents["solver"].chat.format.decode(prompt.ids)
+    assert TASKS[0].question + "\n\n" + config.instruction in text
+    assert "solver" not in text
