@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,12 @@ class ContractGroup(TyperGroup):
             code = error.exit_code
         except typer.Abort:
             code = console.INTERRUPTED
+        except SystemExit as error:
+            if error.code != console.INTERRUPTED:
+                raise
+            code = console.INTERRUPTED
+        if args is None and code == console.INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C must not break the interpreter's own end
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,9 +114,31 @@ class Driver:
         """Its stdout and stderr so far."""
         return (self.folder / f"{self.mark}.log").read_text()
 
-    def left(self) -> dict[int, str]:
-        """Living processes that it started, by id."""
-        return marked(self.mark)
+    def wait_for(self, name: str, timeout: float = 60) -> None:
+        """Until the run has made the file `name` in its folder. Fails when it ends or takes too long."""
+        deadline = time.monotonic() + timeout
+        while not (self.folder / name).exists():
+            self.code = self.ask({"wait": self.pid, "timeout": 0})["code"]
+            assert self.code is None, f"ended before {name}:\n{self.log}"
+            assert time.monotonic() < deadline, f"no {name} after {timeout} s:\n{self.log}"
+            time.sleep(0.02)
+
+    def left(self, also: Iterable[int] = (), timeout: float = 5) -> dict[int, str]:
+        """What it started, and what of `also`, still lives after `timeout` seconds, by id; zombies are dead."""
+        return still_there(self.mark, also, timeout)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Id -> command line of every process below `pid` now."""
+    found: dict[int, str] = {}
+    waiting = [pid]
+    while waiting:
+        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                for child in map(int, task.read_text().split()):
+                    found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+                    waiting.append(child)
+    return found
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -128,6 +153,31 @@ def marked(mark: str) -> dict[int, str]:
             except OSError:
                 continue
     return found
+
+
+def still_there(mark: str, also: Iterable[int], timeout: float) -> dict[int, str]:
+    """Processes with `mark`, and those of `also`, that live after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        # a zombie has no environment and no open files left, but an entry
+        alive = {p: "" for p in also if Path(f"/proc/{p}").exists() and " Z " not in _stat(p)}
+        found = alive | marked(mark)
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _stat(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return " Z "
+
+
+@pytest.fixture(scope="session")
+def processes() -> SimpleNamespace:
+    """`below(pid)` and `left(mark, also, timeout)`: the processes under one, and those that should be gone."""
+    return SimpleNamespace(below=descendants, left=still_there)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def child(request: dict[str, Any]) -> None:
     sys.argv = ["agentrl", *request["args"]]
     from agentrl.cli import app
 
-    app(request["args"])
+    app()
 
 
 def status(pid: int, timeout: float) -> int | None:
