@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.protocols import Reward
@@ -17,6 +17,9 @@ from agentrl.records import part_record
 from agentrl.rollout.runner import Job, Workflow, run_jobs
 from agentrl.run import StepWriter
 from agentrl.types import Group, Score, ScoredTrajectory, Task, Trajectory
+
+ActionScores = Callable[[Trajectory], Awaitable[tuple[Score | None, ...]]]
+"""One score, or none, per turn of a finished trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ async def collect(
     done: Mapping[str, ScoredTrajectory] | None = None,
     progress: Progress | None = None,
     label: str = "rollout",
+    score_actions: ActionScores | None = None,
 ) -> Collected:
     """Run the jobs and score their trajectories; scoring runs beside the other rollouts.
 
     Each scored trajectory is written to `writer` at once. `done` holds finished ones of a broken step, by id, which
-    are not run again. A failed rollout has a missing score that says so.
+    are not run again. A failed rollout has a missing score that says so. Without `score_actions` no action has one.
     """
     finished = dict(done or {})
     todo = [job for job in jobs if job.trajectory_id not in finished]
@@ -66,7 +70,9 @@ async def collect(
     async def grade(trajectory: Trajectory) -> ScoredTrajectory:
         nonlocal busy
         started = time.monotonic()
-        scored = ScoredTrajectory(trajectory, await _score(reward, trajectory), (None,) * len(trajectory.turns))
+        outcome = await _score(reward, trajectory)
+        actions = (None,) * len(trajectory.turns) if score_actions is None else await score_actions(trajectory)
+        scored = ScoredTrajectory(trajectory, outcome, actions)
         busy += time.monotonic() - started
         if writer is not None:
             writer.add(part_record(scored))

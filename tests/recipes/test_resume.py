@@ -19,6 +19,7 @@ import os
 import signal
 
 import agentrl.run
+from agentrl.recipes import loop
 from agentrl.recipes.mars import train
 from parity_reward import Parity
 
@@ -67,7 +68,7 @@ def faulty():
     if POINT == "sync":
         before(train, "_record", lambda real, t, step, *args: step == int(STEP))
     if POINT == "save":
-        before(train, "save_policy", torn)
+        before(loop, "save_policy", torn)
     if POINT == "saved":
         before(agentrl.run, "_point", lambda real, link, name: name == f"step_{int(STEP):06d}")
     return Faulty()

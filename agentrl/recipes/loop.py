@@ -1,0 +1,227 @@
+"""What every training run with an engine does around its steps: restore, evaluate, save, summarise, stop when asked.
+
+The step itself is the method's own (`agentrl/recipes/<method>/train.py`), where its stages stand in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.config.schema import BaseRecipe, ModelConfig, RunConfig
+from agentrl.data import fingerprint, order
+from agentrl.errors import ConfigError, DataError
+from agentrl.grading.interval import eval_block, paired_rise
+from agentrl.launch.devices import Plan
+from agentrl.protocols import Reward
+from agentrl.recipes.collect import ActionScores, Collected, collect, jobs_for
+from agentrl.recipes.interrupt import Interrupt
+from agentrl.recipes.recorded import Recorded
+from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.session import Session
+from agentrl.records import trajectory_from_record
+from agentrl.rollout.runner import Workflow
+from agentrl.run import Run
+from agentrl.types import ScoredTrajectory, Task
+from agentrl.update.checkpoint import load_policy, save_policy
+from agentrl.update.policy import Policy
+from agentrl.update.scorer import Scorer
+from agentrl.update.weight_sync import sync
+
+Items = Mapping[str, float | None]
+"""The score of each held-out task by id; None where it is missing."""
+
+
+@dataclass(slots=True)
+class Training:
+    """Everything one training run holds while it runs. `evals` maps a step to its evaluation."""
+
+    recipe: Any
+    options: VerbOptions
+    run: Run
+    session: Session
+    policies: Mapping[str, Policy]
+    references: Mapping[str, Scorer]
+    reward: Reward
+    tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    recorded: Recorded | None = None
+    evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
+
+
+Step = Callable[[Training, int], Awaitable[None]]
+Evaluate = Callable[[Training, int], Awaitable[None]]
+
+
+async def run_steps(t: Training, step_body: Step, evaluate: Evaluate, interrupt: Interrupt) -> dict[str, Any]:
+    """All steps from the first, or from where a run broke off, and the summary.
+
+    Raises `KeyboardInterrupt` once an interrupted run is saved.
+    """
+    run: RunConfig = t.recipe.run
+    first = await restore(t)
+    t.options.progress.begin(run.steps, first)
+    if first == 1 and 0 not in t.evals:
+        await evaluate(t, 0)
+    for step in range(first, run.steps + 1):
+        await step_body(t, step)
+        last = step == run.steps or interrupt.requested
+        if last or (run.save_every and step % run.save_every == 0):
+            save(t, step)
+        if interrupt.requested and step < run.steps:
+            summarise(t, step, "interrupted")
+            raise KeyboardInterrupt
+    return summarise(t, run.steps, "done")
+
+
+def evaluates(run: RunConfig, step: int) -> bool:
+    """Whether a step ends with an evaluation: the last one does, and every `run.eval_every`th."""
+    return step == run.steps or bool(run.eval_every and step % run.eval_every == 0)
+
+
+def with_recorded_steps(recipe: Any, recorded: Recorded | None) -> Any:
+    """The recipe with no more steps than were recorded."""
+    if recorded is None:
+        return recipe
+    steps = min(recipe.run.steps, len(recorded))
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
+
+
+async def rollouts(t: Training, step: int, workflow: Workflow, score_actions: ActionScores | None = None) -> Collected:
+    """The rollouts of each question of a step. Finished ones of a broken step are reused, but for the deterministic
+    mode; with `--from-rollouts` the recorded ones are taken."""
+    recipe = t.recipe
+    if t.recorded is not None:
+        decode = {name: format.decode_completion for name, format in t.session.formats.items()}
+        return t.recorded.step(step, recipe, {n: p.version for n, p in t.policies.items()}, decode)
+    tasks = order(t.tasks, recipe.run.seed, step, recipe.rollout.questions_per_step, shuffle=recipe.data.shuffle)
+    reuse = t.run.resumed and not recipe.engine.deterministic
+    parts = [trajectory_from_record(r) for r in t.run.read_part(step)] if reuse else []
+    versions = {(n, p.version) for n, p in t.policies.items()}
+    done = {p.trajectory.id: p for p in parts if _versions(p) <= versions}
+    writer = t.run.open_step(step, keep_part=bool(done))
+    return await collect(
+        t.session,
+        jobs_for(tasks, recipe.rollout.group_size, "train", step),
+        workflow,
+        t.reward,
+        max_concurrent=recipe.rollout.max_concurrent,
+        writer=writer,
+        done=done,
+        progress=t.options.progress,
+        score_actions=score_actions,
+    )
+
+
+def _versions(scored: ScoredTrajectory) -> set[tuple[str, int]]:
+    actions = [turn.action for turn in scored.trajectory.turns]
+    return {(action.request.policy, action.completion.policy_version) for action in actions}
+
+
+def make_policies(
+    recipe: BaseRecipe, session: Session, *, references: bool, total_steps: Mapping[str, int]
+) -> tuple[dict[str, Policy], dict[str, Scorer]]:
+    """Every policy, and with `references` the frozen reference of each trained one: where it began.
+
+    Policies that begin with the same weights share one reference. `total_steps` are a policy's optimiser steps.
+    """
+    policies: dict[str, Policy] = {}
+    shared: dict[tuple[Any, ...], Scorer] = {}
+    found: dict[str, Scorer] = {}
+    for name, model in recipe.policy_models.items():
+
+        def make(config: ModelConfig, name: str = name) -> Policy:
+            return Policy(
+                name,
+                session.folders[name],
+                config,
+                recipe.optim,
+                total_steps=total_steps[name],
+                train_under_grammar=recipe.algorithm.constrained == "allowed",
+                device=session.plan.device,
+            )
+
+        policies[name] = make(model)
+        if references and model.mode != "frozen":
+            key = (session.folders[name], model.dtype)
+            if key not in shared:
+                shared[key] = make(model.model_copy(update={"mode": "frozen"})).scorer
+            found[name] = shared[key]
+    return policies, found
+
+
+async def sync_all(t: Training) -> None:
+    """Give the engine the weights of every trained policy."""
+    for policy in t.policies.values():
+        if policy.trainable:
+            await sync(policy, t.session.engine)
+
+
+def mean(items: Items) -> float | None:
+    """The mean of the scores that are there."""
+    known = [v for v in items.values() if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+async def restore(t: Training) -> int:
+    """Go on after the newest checkpoint; returns the first step to run."""
+    state = t.run.resume_state
+    if state is None:
+        return 1
+    if state.state["data"] != fingerprint(t.tasks):
+        raise DataError(
+            "data.path: the training data changed since this run was saved", "resume with the data it began with"
+        )
+    if state.state.get("rollouts") != _rollouts_of(t):
+        raise ConfigError(
+            f"--from-rollouts: this run was trained on {state.state.get('rollouts') or 'fresh rollouts'}",
+            "resume it with the same --from-rollouts, or without it as it began",
+        )
+    for name, policy in t.policies.items():
+        if policy.trainable:
+            load_policy(policy, state.folder / "policies" / name)
+    await sync_all(t)
+    t.evals = {int(k): dict(v) for k, v in state.state["evals"].items()}
+    t.options.progress.note(f"resumed after step {state.step}: weights, optimiser, data order and evaluations")
+    return state.step + 1
+
+
+def save(t: Training, step: int) -> None:
+    """A checkpoint of every trained policy."""
+    evals = {str(k): v for k, v in t.evals.items()}
+    score = mean(t.evals[step]) if step in t.evals else None
+    state = {"evals": evals, "data": fingerprint(t.tasks), "rollouts": _rollouts_of(t)}
+    with t.run.checkpoint(step, state=state, score=score) as folder:
+        for name, policy in t.policies.items():
+            if policy.trainable:
+                save_policy(policy, folder / "policies" / name)
+
+
+def _rollouts_of(t: Training) -> str | None:
+    return None if t.recorded is None else str(t.recorded.folder)
+
+
+def summarise(t: Training, step: int, status: str) -> dict[str, Any]:
+    """Write `summary.json` and return it with the run's folder."""
+    result: dict[str, Any] = {
+        "method": t.recipe.method,
+        "status": status,
+        "steps": step,
+        "policy_version": {n: p.version for n, p in t.policies.items()},
+        "layout": {n: p.layout for n, p in t.policies.items()},
+        "device": _device(t.session.plan),
+        "engine": t.recipe.engine.kind,
+    }
+    if 0 in t.evals:
+        result["eval_before"] = eval_block(t.evals[0])
+    if step in t.evals and step > 0:
+        result["eval_after"] = eval_block(t.evals[step])
+        if 0 in t.evals:
+            result["rise"] = paired_rise(t.evals[0], t.evals[step])
+    t.run.write_summary(result)
+    return {"run": str(t.run.path), **result}
+
+
+def _device(plan: Plan) -> dict[str, Any]:
+    return {"kind": plan.device, "gpus": len(plan.gpus), "threads": plan.threads}
