@@ -46,8 +46,9 @@ def test_places_differ_by_temperature_and_allowed_set(make_credited):
     (batch,) = pack([warm, cold], capacity=100, layout="tree")
     assert sorted(batch.places.temperature_U.tolist()) == [0.5, 0.5, 1.0, 1.0]
     sets = {"w": {1: np.array([1 << 6], dtype=np.int32)}, "v": {}}
+    warm = make_credited([5, 6, 7], [(1, 3)], name="w")
     (batch,) = pack([warm, cold], capacity=100, layout="tree", allowed_sets=lambda s: sets[s.sample.id])
-    assert sorted(batch.places.allowed_UW[:, 0].tolist()) == [-1, -1, -1, 64]
+    assert sorted(batch.places.allowed_UW[:, 0].tolist()) == [-1, -1, 64]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
