@@ -6,7 +6,6 @@ Neither imports torch, so that `check` and `doctor` can plan in milliseconds.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import re
 import subprocess
@@ -53,9 +52,8 @@ class Hardware:
 class PolicyMemory:
     """An estimate, in bytes, of what one policy holds: without activations, and once per copy that is made of it.
 
-    `trainer`: weights, float32 master, gradients and two Adam moments (none for a frozen policy; for LoRA those of the
-    adapters only, which are taken as 1% of the parameters). `reference`: one more frozen copy where a KL needs it.
-    `engine`: the engine's own weights.
+    `trainer`: weights, float32 master, gradients and two Adam moments (none for a frozen policy).
+    `reference`: one more frozen copy where a KL needs it. `engine`: the engine's own weights.
     """
 
     policy: str
@@ -117,17 +115,12 @@ def estimate_memory(
     """Estimate each policy's memory from its number of parameters (by policy name). `reference`: a KL is in use.
 
     A full policy holds, per parameter, 4 bytes each of master weight, gradient and two moments, and 2 more for a
-    bfloat16 compute copy. With LoRA the base without its adapters is the reference, so it needs no copy.
+    bfloat16 compute copy. A frozen one lives in the engine alone.
     """
     out = []
     for name, model in models.items():
         num, width = parameters[name], 4 if model.dtype == "float32" else 2
-        if model.mode == "full":
-            trainer = num * (16 if width == 4 else 18)
-        elif model.mode == "lora":
-            trainer = num * width + math.ceil(num * 0.01) * 16
-        else:
-            trainer = 0
+        trainer = num * (16 if width == 4 else 18) if model.mode == "full" else 0
         copy = num * width if reference and model.mode == "full" else 0
         out.append(PolicyMemory(name, num, trainer, copy, num * width))
     return tuple(out)

@@ -22,6 +22,10 @@ from agentrl.rollout.gate import Gate
 from agentrl.run import latest_checkpoint
 
 
+class NoSuchPolicyError(MissingError):
+    """A checkpoint that holds other policies than the one asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """`folders`: policy -> model folder (a checkpoint's where one is named)."""
@@ -84,10 +88,16 @@ async def start_engine(
 
 
 def model_folder(model: ModelConfig, policy: str, runs: str) -> Path:
-    """A policy's folder: the model's own, or that of `model.checkpoint`. Raises `MissingError` when it is not there."""
+    """A policy's folder: the model's own, or that of `model.checkpoint`. A run saves what it trained, so a frozen
+    policy that a checkpoint lacks is the model's own. Raises `MissingError` when it is not there."""
     if model.checkpoint is None:
         return resolve(model.name)
-    return checkpoint_folder(model.checkpoint, policy, runs)
+    try:
+        return checkpoint_folder(model.checkpoint, policy, runs)
+    except NoSuchPolicyError:
+        if model.mode != "frozen":
+            raise
+        return resolve(model.name)
 
 
 def checkpoint_folder(spec: str, policy: str, runs: str) -> Path:
@@ -110,7 +120,7 @@ def _policy_in(checkpoint: Path, policy: str) -> Path:
     folder = checkpoint / "policies" / policy
     if not folder.is_dir():
         have = sorted(p.name for p in (checkpoint / "policies").glob("*"))
-        raise MissingError(f"{checkpoint} has no policy {policy!r}", f"it has {', '.join(have) or 'none'}")
+        raise NoSuchPolicyError(f"{checkpoint} has no policy {policy!r}", f"it has {', '.join(have) or 'none'}")
     return folder
 
 

@@ -323,9 +323,9 @@ def test_secrets_are_refused_and_never_repeated(recipe, key):
 
 
 def test_a_validators_words_become_cause_and_fix_at_the_key_they_name(recipe):
-    cause, fix = only(recipe, GOOD.replace("  name: org/model", "  name: org/model\n  lora: {r: 4}"))
-    assert cause == "x.yaml:5: model.lora: lora has no effect with mode: full"
-    assert fix == "set mode: lora or drop lora"
+    cause, fix = only(recipe, GOOD.replace("engine:\n", "engine:\n  kv_cache_gib: 2\n"))
+    assert "engine.kv_cache_gib: kv_cache_gib has no effect with kind: hf" in cause
+    assert fix == "it belongs to vllm"
     agents = "agents:\n  a:\n    policy: nobody\n"
     cause, fix = only(recipe, GOOD + agents)
     assert "`policies:` for several" in fix
