@@ -5,6 +5,7 @@ The step itself is the method's own (`agentrl/recipes/<method>/train.py`), where
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from agentrl.update.policy import Policy
 from agentrl.update.scorer import Scorer
 from agentrl.update.weight_sync import sync
 
+log = logging.getLogger(__name__)
+
 Items = Mapping[str, float | None]
 """The score of each held-out task by id; None where it is missing."""
 
@@ -49,6 +52,11 @@ class Training:
     recorded: Recorded | None = None
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
+    @property
+    def served(self) -> dict[str, int]:
+        """The version of each policy that the engine serves; a frozen one stays at 0."""
+        return {n: self.policies[n].version if n in self.policies else 0 for n in self.recipe.policy_models}
+
 
 Step = Callable[[Training, int], Awaitable[None]]
 Evaluate = Callable[[Training, int], Awaitable[None]]
@@ -60,11 +68,14 @@ async def run_steps(t: Training, step_body: Step, evaluate: Evaluate, interrupt:
     Raises `KeyboardInterrupt` once an interrupted run is saved.
     """
     run: RunConfig = t.recipe.run
+    log.info("engine %s and policies %s are up", t.recipe.engine.kind, sorted(t.policies))
     first = await restore(t)
     t.options.progress.begin(run.steps, first)
     if first == 1 and 0 not in t.evals:
+        log.info("evaluation before training on %d tasks", len(t.held_out))
         await evaluate(t, 0)
     for step in range(first, run.steps + 1):
+        log.info("step %d begins", step)
         await step_body(t, step)
         last = step == run.steps or interrupt.requested
         if last or (run.save_every and step % run.save_every == 0):
@@ -94,11 +105,11 @@ async def rollouts(t: Training, step: int, workflow: Workflow, score_actions: Ac
     recipe = t.recipe
     if t.recorded is not None:
         decode = {name: format.decode_completion for name, format in t.session.formats.items()}
-        return t.recorded.step(step, recipe, {n: p.version for n, p in t.policies.items()}, decode)
+        return t.recorded.step(step, recipe, t.served, decode)
     tasks = order(t.tasks, recipe.run.seed, step, recipe.rollout.questions_per_step, shuffle=recipe.data.shuffle)
     reuse = t.run.resumed and not recipe.engine.deterministic
     parts = [trajectory_from_record(r) for r in t.run.read_part(step)] if reuse else []
-    versions = {(n, p.version) for n, p in t.policies.items()}
+    versions = set(t.served.items())
     done = {p.trajectory.id: p for p in parts if _versions(p) <= versions}
     writer = t.run.open_step(step, keep_part=bool(done))
     return await collect(
@@ -122,14 +133,17 @@ def _versions(scored: ScoredTrajectory) -> set[tuple[str, int]]:
 def make_policies(
     recipe: BaseRecipe, session: Session, *, references: bool, total_steps: Mapping[str, int]
 ) -> tuple[dict[str, Policy], dict[str, Scorer]]:
-    """Every policy, and with `references` the frozen reference of each trained one: where it began.
+    """Every trained policy, and with `references` its frozen reference: where it began.
 
-    Policies that begin with the same weights share one reference. `total_steps` are a policy's optimiser steps.
+    Frozen policies live in the engine alone. Policies that begin with the same weights share one reference.
+    `total_steps` are a policy's optimiser steps.
     """
     policies: dict[str, Policy] = {}
     shared: dict[tuple[Any, ...], Scorer] = {}
     found: dict[str, Scorer] = {}
     for name, model in recipe.policy_models.items():
+        if model.mode == "frozen":
+            continue
 
         def make(config: ModelConfig, name: str = name) -> Policy:
             return Policy(
@@ -143,7 +157,7 @@ def make_policies(
             )
 
         policies[name] = make(model)
-        if references and model.mode != "frozen":
+        if references:
             key = (session.folders[name], model.dtype)
             if key not in shared:
                 shared[key] = make(model.model_copy(update={"mode": "frozen"})).scorer
@@ -154,8 +168,7 @@ def make_policies(
 async def sync_all(t: Training) -> None:
     """Give the engine the weights of every trained policy."""
     for policy in t.policies.values():
-        if policy.trainable:
-            await sync(policy, t.session.engine)
+        await sync(policy, t.session.engine)
 
 
 def mean(items: Items) -> float | None:
@@ -179,8 +192,7 @@ async def restore(t: Training) -> int:
             "resume it with the same --from-rollouts, or without it as it began",
         )
     for name, policy in t.policies.items():
-        if policy.trainable:
-            load_policy(policy, state.folder / "policies" / name)
+        load_policy(policy, state.folder / "policies" / name)
     await sync_all(t)
     t.evals = {int(k): dict(v) for k, v in state.state["evals"].items()}
     t.options.progress.note(f"resumed after step {state.step}: weights, optimiser, data order and evaluations")
@@ -194,8 +206,7 @@ def save(t: Training, step: int) -> None:
     state = {"evals": evals, "data": fingerprint(t.tasks), "rollouts": _rollouts_of(t)}
     with t.run.checkpoint(step, state=state, score=score) as folder:
         for name, policy in t.policies.items():
-            if policy.trainable:
-                save_policy(policy, folder / "policies" / name)
+            save_policy(policy, folder / "policies" / name)
 
 
 def _rollouts_of(t: Training) -> str | None:
@@ -208,7 +219,7 @@ def summarise(t: Training, step: int, status: str) -> dict[str, Any]:
         "method": t.recipe.method,
         "status": status,
         "steps": step,
-        "policy_version": {n: p.version for n, p in t.policies.items()},
+        "policy_version": t.served,
         "layout": {n: p.layout for n, p in t.policies.items()},
         "device": _device(t.session.plan),
         "engine": t.recipe.engine.kind,

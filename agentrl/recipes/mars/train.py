@@ -120,13 +120,13 @@ def _record(
 ) -> None:
     """Trajectories first, then the step's metrics: what a resumed run keeps is complete."""
     credited, old = [], []
-    for name, result in results.items():
-        credited += [c for c in credit.credited if c.sample.policy == name]
-        old += result.old
+    for name in t.recipe.policy_models:
+        mine = [c for c in credit.credited if c.sample.policy == name]
+        credited += mine
+        old += results[name].old if name in results else [{}] * len(mine)
     records = step_records(collected.scored, credited, old, save_prompt_ids=t.recipe.run.save_prompt_ids)
     t.run.open_step(step, keep_part=True).commit(records)
-    version = {n: p.version for n, p in t.policies.items() if p.trainable}
-    metrics: dict[str, Any] = {"step": step, "policy_version": max(version.values(), default=0)}
+    metrics: dict[str, Any] = {"step": step, "policy_version": max(t.served.values())}
     metrics |= rollout_metrics(collected)
     metrics |= mars_metrics(collected.scored, credit, results)
     metrics |= times
