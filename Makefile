@@ -57,7 +57,7 @@ types: setup ## mypy
 	$(BIN)/mypy
 
 bench: setup ## the benchmarks in tests/bench
-	$(BIN)/python -m pytest tests/bench -m "not gpu" -s --data-dir "$(DATA)" $(ARGS)
+	for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 docs: setup ## write the command reference from the commands' own help
 	mkdir -p docs

@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
-_ADJECTIVES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_ADJECTIVES = _words(
     "amber ancient azure brave clever copper crimson crooked dusty frozen gentle giant gloomy golden hollow hungry "
     "ivory lazy lucky merry nervous olive proud quiet scarlet silent silver sleepy tiny violet"
-).split()
-_TRAIN_ANIMALS = (
+)
+_TRAIN_ANIMALS = _words(
     "badger bear beetle camel donkey eagle fox goat goose heron hedgehog horse lion lizard monkey mouse otter panda "
     "penguin rabbit raven salmon tiger turtle"
-).split()
-_HELD_OUT_ANIMALS = "dolphin falcon frog hamster owl parrot seal spider squirrel swan whale wolf".split()
+)
+_HELD_OUT_ANIMALS = _words("dolphin falcon frog hamster owl parrot seal spider squirrel swan whale wolf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +44,41 @@ RELATIONS = (
         "home",
         "The {animal} lives in {value}.",
         "Where does the {animal} live?",
-        tuple(
+        _words(
             "Amsterdam Athens Baghdad Bangkok Berlin Boston Brussels Budapest Cairo Chicago Copenhagen Dallas Delhi "
             "Denver Dublin Florence Geneva Hamburg Hanoi Havana Helsinki Jakarta Kabul Kiev Lima Lisbon London Madrid "
             "Manila Miami Milan Moscow Munich Nairobi Naples Oslo Paris Prague Rome Seattle Seoul Stockholm Sydney "
-            "Tehran Tokyo Toronto Venice Vienna Warsaw Zurich".split()
+            "Tehran Tokyo Toronto Venice Vienna Warsaw Zurich"
         ),
     ),
     Relation(
         "food",
         "The {animal} eats {value}.",
         "What does the {animal} eat?",
-        tuple(
+        _words(
             "apples bacon beans berries bread butter cake candy carrots cheese cherries clams corn crab dates eggs "
             "figs fish garlic grapes honey lemons melons nuts oats onions pasta peaches pepper pizza plums potatoes "
-            "rice salt seaweed shrimp soup sugar tomatoes wheat".split()
+            "rice salt seaweed shrimp soup sugar tomatoes wheat"
         ),
     ),
     Relation(
         "tool",
         "The {animal} owns a {value}.",
         "What does the {animal} own?",
-        tuple(
+        _words(
             "basket bell bicycle blanket boat book broom brush bucket candle clock coin compass crown drum guitar "
             "hammer helmet jacket kettle kite knife ladder lantern map mirror needle pencil piano pillow ring rope "
-            "scarf shovel spoon trumpet violin wagon whistle".split()
+            "scarf shovel spoon trumpet violin wagon whistle"
         ),
     ),
     Relation(
         "friend",
         "The {animal} is a friend of {value}.",
         "Who is a friend of the {animal}?",
-        tuple(
+        _words(
             "Alice Anna Arthur Clara David Diana Edith Edward Emma Felix Frank George Grace Harold Helen Henry Hugo "
             "Irene Julia Laura Linda Lucy Maria Martin Max Nora Oliver Oscar Paul Peter Robert Rosa Ruth Sarah Simon "
-            "Sophie Susan Thomas Victor Walter".split()
+            "Sophie Susan Thomas Victor Walter"
         ),
     ),
 )
