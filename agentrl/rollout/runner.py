@@ -101,19 +101,23 @@ class Context:
         """Run coroutines of this rollout concurrently; results in argument order. See `Gate.gather`."""
         return await self.gate.gather(*coros)
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float | None = None) -> ToolResult:
+    async def call_tool(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float | None = None, tool: Tool | None = None
+    ) -> ToolResult:
         """Call a tool. An unknown name, a timeout and whatever the tool raises come back as a result with `error`
-        set ("unknown_tool", "timeout", "failed") and the reason as its text. Counts `tool_calls`, `tool_errors`."""
+        set ("unknown_tool", "timeout", "failed") and the reason as its text. Counts `tool_calls`, `tool_errors`.
+
+        `tool` is called in place of the one of that name: a tool that is bound to something of this rollout.
+        """
         limit = self.tool_timeout_s if timeout_s is None else timeout_s
         self.counts["tool_calls"] += 1
-        result = await self._call(name, arguments, limit)
+        result = await self._call(name, tool or self.tools.get(name), arguments, limit)
         if result.error is not None:
             self.counts["tool_errors"] += 1
             self.counts[f"tool_errors/{result.error}"] += 1
         return result
 
-    async def _call(self, name: str, arguments: Mapping[str, Any], limit: float) -> ToolResult:
-        tool = self.tools.get(name)
+    async def _call(self, name: str, tool: Tool | None, arguments: Mapping[str, Any], limit: float) -> ToolResult:
         if tool is None:
             return _fault(name, "unknown_tool", f"there is no tool {name!r}; tools: {', '.join(sorted(self.tools))}")
         deadline = asyncio.timeout(limit)

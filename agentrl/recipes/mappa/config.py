@@ -59,6 +59,7 @@ class TeamAgentConfig(AgentConfig):
 
     sampling: TeamSamplingConfig = TeamSamplingConfig()
     max_prompt_tokens: int = Field(24_576, ge=1)
+    max_response_tokens: int = Field(16_384, ge=1, description="sampled and tool tokens of one visit, all turns")
 
     role: str = Field(..., min_length=1, description="what it is for, as its coach is told")
     template: str = Field(
@@ -90,6 +91,12 @@ class MappaConfig(Section):
     )
     hindsight: bool = Field(False, description="coach each action again when the trajectory has ended")
     answer_from: str | None = Field(None, description="whose output is the team's answer; none: the last agent's")
+    answer_file: str | None = Field(None, description="a file of the workspace whose text is the answer instead")
+    eval_score: Literal["outcome", "coach"] = Field(
+        "outcome",
+        description="what evaluations measure; coach: the mean of the actions' scores, 0 to 10, by calling it",
+    )
+    eval_trials: int = Field(1, ge=1, description="rollouts per held-out task")
 
 
 class MappaOptimConfig(OptimConfig):
@@ -99,6 +106,9 @@ class MappaOptimConfig(OptimConfig):
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="linear and cosine: the last rate over the peak rate")
+    mini_batch: int | None = Field(
+        16, ge=1, description="contexts of a policy per optimiser step at most, in even parts; none: all in one"
+    )
 
 
 class MappaRolloutConfig(RolloutConfig):
@@ -174,6 +184,12 @@ class MappaRecipe(BaseRecipe):
             for key in ("return_to_go", "normalise_over", "kl_coef"):
                 if getattr(mappa, key) != MappaConfig.model_fields[key].default:
                     raise ValueError(f"mappa.{key}: has no effect with mappa.credit: {mappa.credit}")
+        if self.data.eval.path is not None and mappa.eval_score == "outcome" and self.reward is None:
+            raise ValueError("reward: is needed to evaluate; set it, or mappa.eval_score: coach")
+        if mappa.eval_trials > 1 and self.run.eval_temperature == 0:
+            raise ValueError("mappa.eval_trials: greedy trials are all the same; set run.eval_temperature")
+        if mappa.answer_file is not None and mappa.answer_from is not None:
+            raise ValueError("mappa.answer_from: has no effect with mappa.answer_file")
         if mappa.credit == "grpo" and self.rollout.group_size < 2:
             raise ValueError("rollout.group_size: GRPO compares the rollouts of a question; it needs at least 2")
         return self

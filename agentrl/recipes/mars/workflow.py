@@ -18,14 +18,12 @@ Where the sources are silent (spec 3.2 to 3.5, 13):
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.chat.context import Chat, Context, Message
 from agentrl.chat.tool_calls import CallError, ParseResult, ToolCall, call_grammar, parse, usage, without_thinking
-from agentrl.config.schema import AgentConfig
 from agentrl.protocols import Tool, ToolResult
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig, MarsRecipe
 from agentrl.recipes.mars.packing import TextBin, cut_to, pack_results
@@ -38,13 +36,13 @@ from agentrl.recipes.mars.prompts import (
     system2_messages,
     tool_schemas,
 )
+from agentrl.recipes.voice import Voice
 from agentrl.rollout.runner import Context as Rollout
 from agentrl.types import (
     Action,
     Grammar,
     Observation,
     Prompt,
-    Sampling,
     Task,
     Trajectory,
     TrajectoryStatus,
@@ -54,37 +52,6 @@ from agentrl.types import (
 MIN_CAPACITY = 16
 PURPOSE_TOO_LONG = "The purpose is too long to be worked with. State it in one sentence."
 MERGE_SEPARATOR = "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Voice:
-    """One role: its settings, its chat, and how it samples in this phase."""
-
-    name: str
-    index: int
-    config: AgentConfig
-    chat: Chat
-    temperature: float
-
-    def sampling(self, max_tokens: int, grammar: Grammar | None = None, stop: tuple[str, ...] = ()) -> Sampling:
-        given = self.config.sampling
-        return Sampling(
-            temperature=self.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            max_tokens=min(given.max_tokens, max_tokens),
-            stop=stop,
-            stop_token_ids=self.chat.format.eos_ids,
-            grammar=grammar,
-        )
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self.chat.format.decode_completion(ids)
-
-    def said(self, action: Action) -> str:
-        """The action's text from the opening of its thinking on, which may stand in the generation prompt."""
-        opened = re.search(r"<think>\s*$", self.chat.format.decode(action.request.prompt.ids[-16:]))
-        return f"<think>{action.text}" if opened else action.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ machine that cannot isolate at all ends the run (`MissingError`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -55,11 +55,18 @@ class PythonTool:
             MissingError: this machine cannot isolate a program.
             RunFailedError: the sandbox's supervisor broke.
         """
+        result, _ = await self.call_with(arguments)
+        return result
+
+    async def call_with(
+        self, arguments: Mapping[str, Any], files: Mapping[str, bytes] | None = None, collect: Sequence[str] = ()
+    ) -> tuple[ToolResult, Mapping[str, bytes]]:
+        """As `call`, with `files` in the program's folder; also the bytes of those that match `collect` afterwards."""
         code = arguments.get("code")
         if not isinstance(code, str):
             text = 'error: the argument "code" must be a string that holds the program'
-            return ToolResult((ToolItem(self.name, text),), error="malformed")
-        result = await self.sandbox.run(code)
+            return ToolResult((ToolItem(self.name, text),), error="malformed"), {}
+        result = await self.sandbox.run(code, files, collect)
         text, cut_bytes = cut_middle(_shown(result), self.config.max_output_bytes)
         end = self._end_line(result)
         info = {
@@ -70,7 +77,8 @@ class PythonTool:
             "cut_bytes": cut_bytes,
         }
         item = ToolItem(self.name, "\n".join(part for part in (text, end) if part) or "(no output)")
-        return ToolResult((item,), error=None if result.status == "ok" else result.status, info=info)
+        error = None if result.status == "ok" else result.status
+        return ToolResult((item,), error=error, info=info), result.files
 
     def _end_line(self, result: Result) -> str:
         limits = self.sandbox.limits
