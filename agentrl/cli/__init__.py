@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from agentrl import __version__
 from agentrl.cli import console
+from agentrl.cli.mappa import app as mappa_app
 from agentrl.cli.mars import app as mars_app
 from agentrl.cli.method import DebugOption, JsonOption, RecipeArgument, SetOption, SmokeOption
 
@@ -209,5 +210,5 @@ def export_command(
         export(run, step, policy, dest, run_dir, dtype)
 
 
-for group in (recipes_app, models_app, data_app, mars_app):
+for group in (recipes_app, models_app, data_app, mars_app, mappa_app):
     app.add_typer(group)

@@ -68,7 +68,7 @@ def load(
     if smoke:
         if schema.smoke.__func__ is BaseRecipe.smoke.__func__:  # type: ignore[attr-defined]  # a bound classmethod
             raise ConfigError(f"{label}: method {draft.values['method']} has no smoke form", "leave out --smoke")
-        for key, value in schema.smoke().items():
+        for key, value in schema.smoke_of(draft.values).items():
             draft.merge(tuple(key.split(".")), value, SMOKE, schema)
     draft.apply(overrides, schema)
     tree = draft.validate(schema)

@@ -7,6 +7,7 @@ A key without effect in the chosen mode is refused by `check_effects`-style vali
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -306,6 +307,11 @@ class BaseRecipe(Section):
     def smoke(cls) -> dict[str, Any]:
         """Overrides of `--smoke`: the same recipe on the embedded model, data and tools, in a few steps."""
         raise TypeError(f"{cls.__name__} has no smoke form")
+
+    @classmethod
+    def smoke_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, for a method whose overrides follow from the recipe's own `values` (its names of agents)."""
+        return cls.smoke()
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The judge, coach and tool services of this recipe, for `check`."""

@@ -31,6 +31,12 @@ EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
             corpus="agentrl.data.invented:corpus",
             sizes={"train": 720, "eval": 240},
         ),
+        "invented-pages": EmbeddedSet(
+            description="the same questions with four facts above them, one of which answers: reading without a search",
+            tasks="agentrl.data.pages:generate",
+            corpus=None,
+            sizes={"train": 720, "eval": 240},
+        ),
     }
 )
 

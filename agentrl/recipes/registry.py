@@ -40,7 +40,19 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                     "preview": "agentrl.recipes.mars.preview:preview",
                 }
             ),
-        )
+        ),
+        "mappa": Method(
+            "mappa",
+            "agentrl.recipes.mappa.config:MappaRecipe",
+            MappingProxyType(
+                {
+                    "train": "agentrl.recipes.mappa.train:train",
+                    "eval": "agentrl.recipes.mappa.evaluate:evaluate",
+                    "infer": "agentrl.recipes.mappa.infer:infer",
+                    "rollout": "agentrl.recipes.mappa.rollout:rollout",
+                }
+            ),
+        ),
     }
 )
 

@@ -26,6 +26,10 @@ COMMANDS = {
     "mars eval": f"RECIPE {COMMON} --checkpoint",
     "mars infer": f"RECIPE {COMMON} --checkpoint --question --input",
     "mars rollout": f"RECIPE {COMMON} --checkpoint",
+    "mappa train": f"RECIPE {COMMON} --resume --steps --from-rollouts",
+    "mappa eval": f"RECIPE {COMMON} --checkpoint",
+    "mappa infer": f"RECIPE {COMMON} --checkpoint --question --input",
+    "mappa rollout": f"RECIPE {COMMON} --checkpoint",
 }
 
 

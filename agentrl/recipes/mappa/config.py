@@ -7,7 +7,8 @@ go within one action, a coach that does not see the ground truth.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -242,11 +243,30 @@ class MappaRecipe(BaseRecipe):
             found.append(Endpoint("coach", self.coach.base_url or "", self.coach.api_key_env))
         return tuple(found)
 
+    def findings(self) -> list[tuple[str, str, str]]:
+        """Functions that are not there, and prompts that leave no room in their budgets."""
+        from agentrl.recipes.mappa.findings import findings
+
+        return list(findings(self))
+
+    @classmethod
+    def smoke(cls) -> dict[str, Any]:
+        """As `smoke_of` for a recipe that names no agent and no policy."""
+        return cls.smoke_of({})
+
+    @classmethod
+    def smoke_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same team on the embedded model and data, with a coach of rules, two steps long."""
+        from agentrl.recipes.mappa.smoke import smoke_overrides
+
+        return smoke_overrides(values)
+
 
 def _check_template(name: str, agent: TeamAgentConfig, received: tuple[str, ...]) -> None:
     known = ("question", "received", "files", "loop_round", *received)
+    required = () if received else ("question",)  # who is handed another's work need not see the task itself
     try:
-        template = Template(agent.template, known=known, required=("question",), key=f"agents.{name}.template")
+        template = Template(agent.template, known=known, required=required, key=f"agents.{name}.template")
     except ConfigError as error:
         raise ValueError(f"{error.cause}; {error.fix}") from error
     shown = "received" in template.variables or set(received) <= set(template.variables)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agentrl.config.schema import DatasetConfig
-from agentrl.data import load_tasks
+from agentrl.data import load_tasks, overlap
 from agentrl.errors import DataError
 from agentrl.grading.choice import Choice
 from agentrl.grading.code import CodeGrader
@@ -83,6 +83,17 @@ def train_tasks(recipe: MappaRecipe) -> list[Task]:
 def eval_tasks(recipe: MappaRecipe) -> list[Task]:
     """The held-out tasks. Raises `DataError` when none are named."""
     return _tasks(recipe.data.eval, "data.eval.path")
+
+
+def refuse_leak(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
+    """Raises `DataError` when a held-out question is among the training ones, whatever its case and spacing (M-32)."""
+    shared = overlap(tasks, held_out)
+    if shared:
+        first = shared[0][1]
+        raise DataError(
+            f"data.eval.path: {len(shared)} of its {len(held_out)} questions are trained on too, {first!r} first",
+            "name a held-out set without them",
+        )
 
 
 def _tasks(config: DatasetConfig, key: str) -> list[Task]:

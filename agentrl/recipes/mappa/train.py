@@ -29,7 +29,15 @@ from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.mappa.credit import Credit, assign, token_weights
 from agentrl.recipes.mappa.evaluate import evaluate_once
 from agentrl.recipes.mappa.metrics import mappa_metrics, untrained_reason
-from agentrl.recipes.mappa.setup import eval_tasks, make_workflow, open_reward, samples_of, train_tasks, window
+from agentrl.recipes.mappa.setup import (
+    eval_tasks,
+    make_workflow,
+    open_reward,
+    refuse_leak,
+    samples_of,
+    train_tasks,
+    window,
+)
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
@@ -68,6 +76,7 @@ async def _train(
     recipe: MappaRecipe, options: VerbOptions, run: Run, interrupt: Interrupt, recorded: Recorded | None
 ) -> dict[str, Any]:
     tasks, held_out = train_tasks(recipe), eval_tasks(recipe) if recipe.data.eval.path else []
+    refuse_leak(tasks, held_out)
     async with (
         open_reward(recipe) as reward,
         open_coaching(recipe) as coaching,

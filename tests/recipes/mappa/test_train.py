@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.errors import DataError
 from agentrl.recipes.mappa import coaching
 from agentrl.recipes.mappa import train as train_module
 from agentrl.recipes.mappa.config import MappaRecipe
@@ -60,8 +61,9 @@ def recipe(tiny, plugins, monkeypatch, tmp_path):
 
     def make(rule: str = "by_length", **sections: Any) -> MappaRecipe:
         tasks = tmp_path / "tasks.jsonl"
-        lines = [{"id": f"q{i}", "question": f"Question {i}?", "answer": "north"} for i in range(4)]
-        tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for name, start in (("tasks", 0), ("held", 4)):
+            lines = [{"id": f"q{i}", "question": f"Question {i}?", "answer": "north"} for i in range(start, start + 4)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         short = {"prompt": "Say.", "max_prompt_tokens": 400, "max_response_tokens": 60, "sampling": {"max_tokens": 6}}
         base: dict[str, Any] = {
             "method": "mappa",
@@ -226,7 +228,7 @@ def test_m28_evaluation_is_graded_by_rules_k_times_without_a_coach_call(recipe, 
 
     monkeypatch.setattr(coaching.Coaching, "_score", watched)
     data = recipe().data.path
-    held = {"data": {"path": data, "eval": {"path": data}}, "reward": "exact_match"}
+    held = {"data": {"path": data, "eval": {"path": data.replace("tasks", "held")}}, "reward": "exact_match"}
     trials = {"mappa": {"eval_trials": 3}, "run": {"eval_temperature": 1.0}}
     summary = evaluate(recipe(**held, **trials), VerbOptions())
     assert asked == []
@@ -247,7 +249,10 @@ def test_m28_the_standard_error_is_over_problems():
 
 def test_training_tells_the_rise_of_what_it_measures(recipe):
     data = recipe().data.path
-    held = {"data": {"path": data, "eval": {"path": data}}, "mappa": {"eval_score": "coach", "mask_truncated": False}}
+    held = {
+        "data": {"path": data, "eval": {"path": data.replace("tasks", "held")}},
+        "mappa": {"eval_score": "coach", "mask_truncated": False},
+    }
     done = run(recipe(**held, run={"steps": 1}))
     assert set(done.summary["rise"]) >= {"value", "low", "high"}
     assert done.summary["eval_before"]["n"] == 4
@@ -275,7 +280,7 @@ def test_infer_answers_a_question_with_every_agents_turn(recipe):
 def test_m33_two_agents_learn_what_their_coach_wants_and_nothing_from_a_constant_one(recipe):
     data = recipe().data.path
     toy = {
-        "data": {"path": data, "eval": {"path": data}},
+        "data": {"path": data, "eval": {"path": data.replace("tasks", "held")}},
         "mappa": {"eval_score": "coach", "mask_truncated": False, "eval_trials": 16},
         "optim": {"lr": 1e-2, "mini_batch": 16, "schedule": "constant"},
         "rollout": {"questions_per_step": 4, "group_size": 8},
@@ -289,3 +294,10 @@ def test_m33_two_agents_learn_what_their_coach_wants_and_nothing_from_a_constant
     flat = run(recipe(**toy, coach=constant, run=budget | {"name": "flat", "steps": 2}))
     assert abs(flat.summary["rise"]["value"]) <= 0.5
     assert flat.summary["policy_version"] == {"one": 0, "two": 0}
+
+
+def test_m32_a_held_out_question_that_is_trained_on_is_refused(recipe):
+    data = recipe().data.path
+    leaking = recipe(data={"path": data, "eval": {"path": data}}, mappa={"eval_score": "coach"})
+    with pytest.raises(DataError, match="4 of its 4 questions are trained on too, 'q0' first"):
+        run(leaking)
