@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.config.schema import CoachConfig
 from agentrl.errors import ConfigError
+from agentrl.recipes.mappa.coaching import open_coaching
 from agentrl.recipes.mappa.setup import samples_of
 from agentrl.scoring.client import CallError, ScoringClient
 from agentrl.scoring.coach import LLMCoach
@@ -187,3 +188,26 @@ def test_x01_hindsight_lowers_the_one_to_blame_and_leaves_the_others(roll, lab):
     assert len(coach.views) == 6
     done = roll(team(lab, 1, 1, 1), voices, [tool], coach=lab.coach(rule))
     assert [score.value for score in done.only.action_scores] == [8.0, 8.0, 8.0]
+
+
+def test_x03_a_model_of_this_machine_may_be_the_coach(roll, lab, tiny, monkeypatch):
+    monkeypatch.setenv("AGENTRL_HOME", str(tiny.parent.parent))
+    local = {"kind": "local", "model": "tiny-llama", "max_tokens": 120, "max_chars": 200, "max_retries": 1}
+    recipe = lab.recipe({"one": {}}, coach=local)
+    view = roll(recipe, {"one": "an action"}).coach.views[0]
+
+    async def ask() -> Score:
+        async with open_coaching(recipe) as coaching:
+            return await coaching._score(view)
+
+    score = asyncio.run(ask())
+    assert score.value is None or 0.0 <= score.value <= 10.0
+    assert score.info["calls"] >= 1
+
+
+def test_a_fault_that_no_retry_mends_ends_the_run_instead_of_hiding(roll, lab):
+    def rule(view):
+        raise ConfigError("the coach is set up wrongly", "mend it")
+
+    with pytest.raises(ConfigError, match="set up wrongly"):
+        roll(lab.recipe({"one": {}}), {"one": "x"}, coach=lab.coach(rule))

@@ -23,6 +23,7 @@ from agentrl.recipes.mappa.infer import infer
 from agentrl.recipes.mappa.rollout import rollout
 from agentrl.recipes.mappa.train import train
 from agentrl.recipes.registry import Silence, VerbOptions
+from agentrl.types import Score
 from agentrl.update.step import update_policy
 
 PLUGINS = "mappa_train_test_plugins"
@@ -301,3 +302,48 @@ def test_m32_a_held_out_question_that_is_trained_on_is_refused(recipe):
     leaking = recipe(data={"path": data, "eval": {"path": data}}, mappa={"eval_score": "coach"})
     with pytest.raises(DataError, match="4 of its 4 questions are trained on too, 'q0' first"):
         run(leaking)
+
+
+@pytest.mark.parametrize("credit", ["outcome", "grpo", "supervised"])
+def test_x06_every_baseline_trains_on_the_same_trajectories_with_its_own_credit(recipe, credit, plugins):
+    sys.modules[PLUGINS].odd_rollouts = OddRollouts
+    made = recipe(reward=f"{plugins}:odd_rollouts", mappa={"credit": credit, "mask_truncated": False}, run={"steps": 1})
+    done = run(made)
+    process = run(recipe(run={"steps": 1, "name": "process"}))
+    first, second = (records(one.folder, 1) for one in (done, process))
+    assert [[t["token_ids"] for t in row["turns"]] for row in first] == [
+        [t["token_ids"] for t in row["turns"]] for row in second
+    ]
+    assert [t["advantage"] for row in first for t in row["turns"]] != [
+        t["advantage"] for row in second for t in row["turns"]
+    ]
+    assert done.summary["policy_version"]["one"] > 0
+    assert done.metrics[0]["outcome/mean"] == 0.5
+    if credit == "supervised":
+        trained = {(row["g"] % 2, a) for row in first for t in row["turns"] for a in t["advantage"]}
+        assert trained == {(1, 1.0), (0, 0.0)}
+
+
+def with_agents(recipe: MappaRecipe, agents: Any, policies: Any) -> MappaRecipe:
+    """The recipe with other policies, and other agents where they are given."""
+    values = recipe.model_dump() | {"policies": policies}
+    return MappaRecipe.model_validate(values | ({"agents": agents} if agents else {}))
+
+
+class OddRollouts:
+    async def score(self, task, trajectory):
+        return Score(float(trajectory.g % 2))
+
+
+def test_m18_agents_may_share_one_policy_or_speak_to_a_frozen_partner(recipe):
+    model = {"name": "tiny-llama", "dtype": "float32"}
+    agents = {name: agent.model_dump() | {"policy": "one"} for name, agent in recipe().agents.items()}
+    shared = run(with_agents(recipe(), agents, {"one": model}))
+    assert set(shared.summary["policy_version"]) == {"one"}
+    assert shared.metrics[0]["samples/moving"] + shared.metrics[0]["samples/idle"] == 16
+    frozen = with_agents(recipe(run={"name": "frozen"}), None, {"one": model, "two": model | {"mode": "frozen"}})
+    done = run(frozen)
+    assert done.summary["policy_version"]["one"] > 0
+    assert done.summary["policy_version"]["two"] == 0
+    for row in records(done.folder, 1):
+        assert set(row["turns"][1]["mask_reason"]) == {"frozen"}
