@@ -50,6 +50,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                     "eval": "agentrl.recipes.mappa.evaluate:evaluate",
                     "infer": "agentrl.recipes.mappa.infer:infer",
                     "rollout": "agentrl.recipes.mappa.rollout:rollout",
+                    "preview": "agentrl.recipes.mappa.preview:preview",
                 }
             ),
         ),

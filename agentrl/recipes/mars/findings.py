@@ -11,7 +11,7 @@ from agentrl.errors import AgentRLError
 from agentrl.models import find
 from agentrl.preflight.check import missing_callable
 from agentrl.protocols import Tool
-from agentrl.recipes.mars.canned import canned_tools
+from agentrl.recipes.canned import canned_tools
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
 from agentrl.recipes.mars.prompts import system1_messages, system2_messages
 from agentrl.recipes.mars.workflow import MIN_CAPACITY

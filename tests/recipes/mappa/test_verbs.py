@@ -71,3 +71,29 @@ def test_check_names_a_rule_that_is_not_there_and_a_prompt_without_room(cli):
     wrong.two_lines(
         2, "agents.reader.max_prompt_tokens: 40, but prompt and examples alone take", "or shorten the prompt"
     )
+
+
+def test_m16_check_shows_each_agents_context_and_what_is_trained_in_it(cli, folder):
+    (folder / "team.yaml").write_text(
+        """\
+method: mappa
+policies: {one: {name: tiny-llama}, two: {name: tiny-llama, mode: frozen}}
+agents:
+  solver: {policy: one, role: solves, tools: [python], max_turns: 2, max_prompt_tokens: 900, max_response_tokens: 900}
+  critic: {policy: two, role: criticises, max_prompt_tokens: 900, max_response_tokens: 900}
+tools: {python: {}}
+engine: {kind: hf}
+data: {path: invented-pages}
+coach: {kind: rules, rules: evidence}
+launch: {gpus: 0}
+run: {steps: 1}
+"""
+    )
+    done = cli("check", "team.yaml", "--show-sample")
+    assert done.code == 0, done
+    assert "solver on policy one" in done.out
+    assert '[trained] <tool_call>{"name": "python", "arguments": {"code": "key words"}}</tool_call>' in done.out
+    assert "The text of the second result." in done.out
+    assert "[trained] What solver has to say." in done.out
+    assert "From solver:" in done.out
+    assert "[frozen] <answer>ANSWER</answer>" in done.out
