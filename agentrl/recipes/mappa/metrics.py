@@ -45,6 +45,8 @@ def mappa_metrics(
         out[f"mappa/{agent}/kl"] = statistics.fmean(kls) if kls else None
         clipped = [m[key] for m in by_policy.values() if (key := f"clip_fraction/{agent}") in m]
         out[f"mappa/{agent}/clip_fraction"] = clipped[0] if clipped else 0.0
+        norms = [m[key] for m in by_policy.values() if (key := f"grad_norm/{agent}") in m]
+        out |= {f"mappa/{agent}/grad_norm": norms[0]} if norms else {}
     out |= {
         f"tokens/masked/{reason}": sum(r is reason for one in credit.credited for r in one.sample.reasons)
         for reason in MaskReason

@@ -137,10 +137,12 @@ def update_policies(
     """One optimiser step per mini-batch of each policy, on its own samples. A policy whose agents have no trained
     token takes none, and its weights keep their bits (M-18)."""
     results: dict[str, list[UpdateResult]] = {}
+    every = recipe.optim.part_stats_every
+    per_agent = bool(every) and step % every == 0
     for name, policy in policies.items():
         mine = [c for c in credit.credited if c.sample.policy == name and c.sample.num_trained]
         results[name] = [
-            update_policy(policy, batch, recipe.algorithm)
+            update_policy(policy, batch, recipe.algorithm, part_stats=per_agent)
             for batch in mini_batches(mine, recipe, f"{recipe.run.seed}-{step}-{name}")
         ]
     return results

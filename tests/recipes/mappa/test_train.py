@@ -180,9 +180,9 @@ def test_m09_one_reference_is_shared_and_stays_as_it_was(recipe, monkeypatch):
 def test_m25_every_sample_is_in_one_mini_batch_with_old_fixed_and_weights_of_its_own(recipe, monkeypatch):
     seen: list[Any] = []
 
-    def watched(policy: Any, batch: Any, algorithm: Any) -> Any:
+    def watched(policy: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((policy.name, list(batch)))
-        return update_policy(policy, batch, algorithm)
+        return update_policy(policy, batch, *args, **kwargs)
 
     monkeypatch.setattr(train_module, "update_policy", watched)
     done = run(recipe(optim={"mini_batch": 3}, run={"steps": 1}))
@@ -338,7 +338,8 @@ class OddRollouts:
 def test_m18_agents_may_share_one_policy_or_speak_to_a_frozen_partner(recipe):
     model = {"name": "tiny-llama", "dtype": "float32"}
     agents = {name: agent.model_dump() | {"policy": "one"} for name, agent in recipe().agents.items()}
-    shared = run(with_agents(recipe(), agents, {"one": model}))
+    shared = run(with_agents(recipe(optim={"part_stats_every": 1}), agents, {"one": model}))
+    assert shared.metrics[0]["mappa/first/grad_norm"] > 0
     assert set(shared.summary["policy_version"]) == {"one"}
     assert shared.metrics[0]["samples/moving"] + shared.metrics[0]["samples/idle"] == 16
     frozen = with_agents(recipe(run={"name": "frozen"}), None, {"one": model, "two": model | {"mode": "frozen"}})
