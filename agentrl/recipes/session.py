@@ -55,6 +55,7 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
     gate = Gate()
     tools = make_tools(recipe)
+    await _refuse_open_sandbox(tools)
     dtype = next(iter(recipe.policy_models.values())).dtype
     with quiet_libraries():
         engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window)
@@ -63,6 +64,16 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
             yield Session(placed, folders, engine, gate, tools, formats)
         finally:
             await engine.close()
+
+
+async def _refuse_open_sandbox(tools: Mapping[str, Tool]) -> None:
+    """Before a run, not as the observation of each call: raises `MissingError` where programs cannot be isolated."""
+    if "python" in tools:
+        from agentrl.rollout.tools.python import PythonTool
+
+        tool = tools["python"]
+        if isinstance(tool, PythonTool):
+            await tool.sandbox.probe()
 
 
 async def start_engine(

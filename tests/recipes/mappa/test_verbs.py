@@ -97,3 +97,9 @@ run: {steps: 1}
     assert "[trained] What solver has to say." in done.out
     assert "From solver:" in done.out
     assert "[frozen] <answer>ANSWER</answer>" in done.out
+
+
+def test_m22_a_machine_that_cannot_isolate_programs_ends_the_run_before_it_starts(cli, folder, monkeypatch):
+    monkeypatch.setattr("agentrl.sandbox.sandbox.shutil.which", lambda name: None)
+    sets = (*TINY, "tools.python={}", "agents.reader.tools=[python]", "agents.reader.max_prompt_tokens=900")
+    cli("mappa", "infer", "smoke/mappa", "--question", "What?", sets=sets).two_lines(3, "bubblewrap", "apt-get install")
