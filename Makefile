@@ -46,7 +46,7 @@ demo: setup ## train the embedded recipe on the CPU and print the held-out score
 	$(BIN)/agentrl mars train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S)
 
 test: setup ## the offline tests on the CPU; CI=true runs the slow ones too
-	$(BIN)/python -m pytest -m "$(MARKERS)" --data-dir "$(DATA)" $(ARGS)
+	$(BIN)/python -m pytest -m "$(MARKERS)" --data-dir="$(DATA)" $(ARGS)
 
 lint: setup ## ruff, format and the layering contracts
 	$(BIN)/ruff check .
