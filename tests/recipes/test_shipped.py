@@ -269,10 +269,7 @@ def test_2wiki_trains_on_real_passages_and_questions(cli, data_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MARS)
 def test_smoke_learns_from_something_on_the_embedded_model(name, cli, folder):
-    started = time.perf_counter()
     done = cli("mars", "train", name, "--smoke", "--name", "run", "--json")
     assert done.code == 0, done
     assert done.json["policy_version"]["policy"] >= 1
     assert done.json["eval_before"]["n"] == done.json["eval_after"]["n"] == 16
-    if os.getloadavg()[0] < 2 * (os.cpu_count() or 1):
-        assert time.perf_counter() - started < 90

@@ -29,7 +29,7 @@ from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 EMBEDDED = "mars-embedded"
 SHORT: dict[str, Any] = {
     "data": {"eval": {"limit": 16}},
-    "rollout": {"questions_per_step": 4, "group_size": 6},
+    "rollout": {"questions_per_step": 8, "group_size": 8},
     "run": {"steps": 2, "eval_every": 0, "save_every": 0},
 }
 # What the embedded texts and the grammar rule out: the switches that would contradict them.
