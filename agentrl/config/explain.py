@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -95,6 +96,8 @@ def expectation(schema: type[BaseModel], path: KeyPath) -> str:
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """An annotation in words, with its bounds: `a whole number of at least 1, or null`."""
+    if get_origin(annotation) is Annotated:
+        metadata = (*get_args(annotation)[1:], *metadata)
     members = alternatives(annotation)
     words = [_member(member) for member in members if member is not type(None)]
     text = " or ".join(dict.fromkeys(words))
@@ -205,6 +208,7 @@ def wrong_value_fix(schema: type[BaseModel], path: KeyPath, value: Any) -> str:
 
 def _as_number(text: str, whole: bool) -> int | float | None:
     try:
-        return int(text) if whole else float(text)
+        number = int(text) if whole else float(text)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

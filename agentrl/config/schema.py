@@ -8,15 +8,23 @@ A key without effect in the chosen mode is refused by `check_effects`-style vali
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from annotated_types import Ge, Lt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """A frozen section that refuses unknown keys."""
+    """A frozen section that refuses unknown keys, and numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+    )
+
+    def turned(self, key: str) -> bool:
+        """Whether a key differs from the section's own default. A resolved recipe names every key, so that a key was
+        written down tells nothing."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 class ModelConfig(Section):
@@ -224,8 +232,12 @@ class ToolsConfig(Section):
 class AlgorithmConfig(Section):
     """How credit becomes gradient."""
 
-    clip_eps_low: float = Field(0.2, gt=0)
-    clip_eps_high: float = Field(0.2, gt=0)
+    clip_eps_low: float = Field(
+        0.2, gt=0, description="acts only where old log-probs differ: with several optimiser steps per batch"
+    )
+    clip_eps_high: float = Field(
+        0.2, gt=0, description="acts only where old log-probs differ: with several optimiser steps per batch"
+    )
     kl_coef: float = Field(0.0, ge=0, description="0: no reference policy is loaded")
     kl_estimator: Literal["k2", "k3"] = Field("k3", description="k1 in the loss ignores the reference and is refused")
     constrained: Literal["allowed", "full", "mask"] = Field(
@@ -233,10 +245,19 @@ class AlgorithmConfig(Section):
         description="how tokens under a grammar are trained: under their allowed set, the full one, not at all",
     )
 
+    @model_validator(mode="after")
+    def _no_silent_options(self) -> AlgorithmConfig:
+        if self.kl_coef == 0 and self.turned("kl_estimator"):
+            raise ValueError("kl_estimator: has no effect with kl_coef 0; set kl_coef too, or leave it out")
+        return self
+
+
+Beta = Annotated[float, Ge(0), Lt(1)]
+
 
 class OptimConfig(Section):
     lr: float = Field(1e-6, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float | None = Field(1.0, gt=0)
@@ -248,6 +269,12 @@ class OptimConfig(Section):
     gradient_checkpointing: bool = False
     share_prefix: bool = Field(True, description="compute a prefix that samples share once per row, where parity holds")
     part_stats_every: int = Field(10, ge=0, description="gradient norm and cosine per part every N steps; 0 is off")
+
+    @model_validator(mode="after")
+    def _no_silent_options(self) -> OptimConfig:
+        if self.schedule == "constant" and self.turned("min_lr_ratio"):
+            raise ValueError("min_lr_ratio: has no effect with schedule: constant; set schedule to linear or cosine")
+        return self
 
 
 class RolloutConfig(Section):
@@ -273,6 +300,20 @@ class RunConfig(Section):
     keep_last: int = Field(2, ge=1)
     keep_best: bool = Field(False, description="also keep the checkpoint with the best evaluation")
     save_prompt_ids: bool = False
+
+    @model_validator(mode="after")
+    def _name_is_a_folder(self) -> RunConfig:
+        name = self.name
+        if name is None:
+            return self
+        fix = "choose a plain folder name of at most 200 characters"
+        if not name.strip() or name in (".", "..") or "/" in name or "\\" in name:
+            raise ValueError(f"name: {name[:60]!r} is not a folder name; {fix}")
+        if not name.isprintable():
+            raise ValueError(f"name: {name[:60]!r} holds a character that cannot be shown; {fix}")
+        if len(name) > 200 or len(name.encode("utf-8", "surrogatepass")) > 240:
+            raise ValueError(f"name: {len(name)} characters are too many for a folder name; {fix}")
+        return self
 
 
 class Endpoint(NamedTuple):
@@ -330,6 +371,11 @@ class BaseRecipe(Section):
         for name, agent in self.agents.items():
             if agent.policy not in self.policy_models:
                 raise ValueError(f"agents.{name}.policy: {agent.policy!r} is not among {sorted(self.policy_models)}")
+        unused = set(self.policies) - {agent.policy for agent in self.agents.values()}
+        if self.agents and unused:
+            raise ValueError(f"policies.{sorted(unused)[0]}: no agent samples from it; name it in an agent's policy")
+        if self.launch.address is not None and self.engine.kind != "vllm":
+            raise ValueError(f"launch.address: has no effect with engine.kind: {self.engine.kind}; leave it out")
         return self
 
     @property

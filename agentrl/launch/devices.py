@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from agentrl.config.schema import LaunchConfig, ModelConfig
-from agentrl.errors import MissingError
+from agentrl.errors import ConfigError, MissingError
 
 GIB = 1024**3
+MAX_THREADS_PER_CORE = 4
 _BF16_CAPABILITY = (8, 0)
 
 
@@ -92,8 +93,15 @@ class Plan:
 def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, ...] = ()) -> Plan:
     """Place a run on a machine: GPUs first. `launch.gpus` none takes every GPU, a number exactly so many, 0 the CPU.
 
-    Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use.
+    Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use, and
+    `ConfigError` for far more threads than cores: torch ends a process that cannot start them.
     """
+    if launch.threads is not None and launch.threads > MAX_THREADS_PER_CORE * hardware.cores:
+        most = MAX_THREADS_PER_CORE * hardware.cores
+        raise ConfigError(
+            f"launch.threads is {launch.threads}, more than {most}: this process may use {hardware.cores} cores",
+            f"set launch.threads to {hardware.cores}, or leave it out",
+        )
     usable = hardware.gpus if hardware.torch_cuda is not None else ()
     wanted = len(usable) if launch.gpus is None else launch.gpus
     if wanted > len(usable):

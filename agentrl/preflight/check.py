@@ -95,6 +95,8 @@ def _recipe(recipe: BaseRecipe) -> Iterator[Finding]:
     elif gpus > 1 and total % gpus:
         message = f"{total} rollouts a step do not divide by {gpus} GPUs (launch.gpus): the ranks get unequal work"
         yield Finding("info", "rollout", message, f"make questions_per_step x group_size a multiple of {gpus}")
+    if recipe.optim.lr == 0:
+        yield Finding("warning", "optim.lr", "0: no weight will change", "set optim.lr above 0")
     for name, agent in recipe.agents.items():
         if agent.sampling.max_tokens > agent.max_response_tokens:
             message = f"{agent.sampling.max_tokens} is more than max_response_tokens ({agent.max_response_tokens})"
@@ -151,6 +153,9 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     hardware = detect()
     try:
         placed = plan(recipe.launch, hardware)
+    except ConfigError as error:
+        yield Finding("error", "launch.threads", error.cause, error.fix)
+        return
     except MissingError as error:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
@@ -280,6 +285,10 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
             if key == "data":
                 fix = "set data.path to a .jsonl, .json or .csv file, or to an embedded set (agentrl data list)"
                 yield Finding("error", "data.path", "no data set is named", fix, _DATA)
+            elif recipe.run.eval_every or recipe.run.keep_best:
+                why = f"run.eval_every: {recipe.run.eval_every}" if recipe.run.eval_every else "run.keep_best"
+                fix = f"set data.eval.path, or leave out {why.partition(':')[0]}"
+                yield Finding("error", "data.eval.path", f"no held-out set is named, but {why} evaluates", fix)
             continue
         if dataset.path not in EMBEDDED and not Path(dataset.path).exists():
             message = f"there is no file and no embedded set {dataset.path!r}"

@@ -226,6 +226,17 @@ def test_keys_of_a_missing_required_section_are_named(recipe):
         ("optim.lr=", "got null, expected a number", "set optim.lr to a number"),
         ("optim.lr={a: 1}", "got a mapping with the keys a, expected a number", "set optim.lr"),
         ("optim.betas=[0.9]", "a list of 2 items", "optim.betas"),
+        ("optim.betas=[0.9, 1.0]", "got 1.0, expected a number of at least 0 and below 1", "set optim.betas.1 to"),
+        ("optim.betas=[-0.1, 0.9]", "got -0.1, expected a number of at least 0 and below 1", "set optim.betas.0 to"),
+        ("optim.lr=nan", 'got "nan", expected a number', "set optim.lr to a number of at least 0"),
+        ("run.name=a/b", "'a/b' is not a folder name", "plain folder name"),
+        ('run.name="a\\nb"', "cannot be shown", "plain folder name"),
+        ('run.name="a\\e[31mb"', "cannot be shown", "plain folder name"),
+        ("run.name=..", "'..' is not a folder name", "plain folder name"),
+        (f"run.name={'x' * 201}", "201 characters are too many", "plain folder name"),
+        ("algorithm.kl_estimator=k2", "has no effect with kl_coef 0", "set kl_coef too"),
+        ("optim.min_lr_ratio=0.1", "has no effect with schedule: constant", "linear or cosine"),
+        ("launch.address=10.0.0.1:6379", "has no effect with engine.kind: hf", "leave it out"),
     ],
 )
 def test_wrong_type_names_value_expectation_and_fix(recipe, override, expected, hint):

@@ -47,6 +47,11 @@ def tasks(folder: Path) -> Path:
         (["agents.system2.max_prompt_tokens=100"], 2, "prompt and examples alone take", "shorten the prompt"),
         (["agents.system1.max_prompt_tokens=100"], 2, "prompt and examples alone take", "shorten the prompt"),
         (["mars.call_syntax=hermes"], 2, "mars.call_grammar: needs mars.call_syntax: tag", ""),
+        (["launch.threads=100000"], 2, "launch.threads is 100000, more than", "set launch.threads to"),
+        (["data.eval.path=null", "run.eval_every=1"], 2, "data.eval.path: no held-out set is named, but run.eval", ""),
+        (["data.eval.path=null", "run.keep_best=true"], 2, "data.eval.path: no held-out set is named", "run.keep_best"),
+        (["model.mode=frozen"], 2, "nothing is trained", "set the mode"),
+        (["run.name=a/b"], 2, "run.name: 'a/b' is not a folder name", "plain folder name"),
         (["engine.kv_cache_gib=1.0"], 2, "kv_cache_gib has no effect with kind: hf", "vllm"),
     ],
 )

@@ -129,6 +129,8 @@ class MarsRecipe(BaseRecipe):
         if s1.tools:
             raise ValueError("agents.system1.tools: System 1 calls no tools; list them under agents.system2.tools")
         _check_effects(mars)
+        if not mars.call_grammar and self.algorithm.turned("constrained"):
+            raise ValueError("algorithm.constrained: has no effect without mars.call_grammar; leave it out")
         if mars.answer_reserve >= s2.max_response_tokens:
             raise ValueError("mars.answer_reserve: must be smaller than agents.system2.max_response_tokens")
         for key, names in (
@@ -144,6 +146,13 @@ class MarsRecipe(BaseRecipe):
         if unknown:
             raise ValueError(f"agents.system2.tools: {sorted(unknown)[0]!r} is not set up under tools")
         return self
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """The roles whose samples may move weights: those that `mars.train` keeps and whose policy is not frozen."""
+        speaking = (SYSTEM2, SYSTEM1) if self.mars.system1 == "on" else (SYSTEM2,)
+        kept = [role for role in speaking if self.mars.train in ("both", role)]
+        return tuple(role for role in kept if self.policy_models[self.agents[role].policy].mode != "frozen")
 
     @property
     def tool_names(self) -> set[str]:
@@ -183,13 +192,13 @@ class MarsRecipe(BaseRecipe):
 def _check_effects(mars: MarsConfig) -> None:
     """Refuse switches that change nothing beside the others. Raises `ValueError` with the key.
 
-    System 1's own texts and limits may stay with `system1: off`: an arm is the same recipe with one switch turned.
+    System 1's own texts may stay with `system1: off`: an arm is the same recipe with one switch turned.
     """
-    changed = {name for name, field in MarsConfig.model_fields.items() if getattr(mars, name) != field.default}
+    changed = {name for name in MarsConfig.model_fields if mars.turned(name)}
     dead: list[tuple[bool, tuple[str, ...], str]] = [
         (
             mars.system1 == "off",
-            ("train", "balance", "sample_first", "normalise", "packing"),
+            ("train", "balance", "sample_first", "normalise", "packing", "bypass_tokens", "error_tokens"),
             "with mars.system1: off; only System 2 speaks",
         ),
         (mars.train == "system2", ("balance", "sample_first"), "with mars.train: system2; System 1 is not trained"),

@@ -25,6 +25,7 @@ def findings(recipe: MarsRecipe) -> Iterator[Remark]:
     if recipe.reward not in REWARDS and (why := missing_callable(recipe.reward)):
         cause = f"{recipe.reward!r} is neither {', '.join(REWARDS)} nor a function: {why}"
         yield "error", "reward", f"{cause}; name one of them, or module:function (the current folder is searched too)"
+    yield from _without_effect(recipe)
     try:
         tools = canned_tools(recipe)
     except AgentRLError:
@@ -32,6 +33,22 @@ def findings(recipe: MarsRecipe) -> Iterator[Remark]:
     formats: dict[Path, ChatFormat] = {}
     for name in (SYSTEM2, SYSTEM1):
         yield from _opening(recipe, name, tools, formats)
+
+
+def _without_effect(recipe: MarsRecipe) -> Iterator[Remark]:
+    """Settings that change nothing in this recipe, where another command or recipe may want them."""
+    if not recipe.trained_roles:
+        cause = "no role is trained: policies are frozen or left out by mars.train, so `agentrl mars train` refuses it"
+        yield "warning", "model.mode" if recipe.model else "policies", f"{cause}; set mode: full to train"
+    for key in ("clip_eps_low", "clip_eps_high"):
+        if recipe.algorithm.turned(key):
+            cause = "cannot act: MARS takes one optimiser step per batch, where every ratio is 1"
+            yield "warning", f"algorithm.{key}", f"{cause}; leave it at its default"
+    if recipe.optim.warmup_steps > recipe.run.steps:
+        cause = (
+            f"{recipe.optim.warmup_steps} is more than run.steps ({recipe.run.steps}): the rate never reaches optim.lr"
+        )
+        yield "warning", "optim.warmup_steps", f"{cause}; set it to {recipe.run.steps} or less"
 
 
 def _opening(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.config.load import dump_yaml
+from agentrl.errors import ConfigError
 from agentrl.recipes.collect import Collected, rollout_metrics
 from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import (
@@ -37,10 +38,16 @@ from agentrl.update.step import UpdateResult, update_policy
 
 
 def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
-    """Train by MARS and return the summary. Raises `KeyboardInterrupt` after an interrupted run was saved.
+    """Train by MARS and return the summary. Raises `KeyboardInterrupt` after an interrupted run was saved,
+    and `ConfigError` where nothing is trained.
 
     `--from-rollouts` takes each step's trajectories from a recorded run, up to its last step or `run.steps`.
     """
+    if not recipe.trained_roles:
+        raise ConfigError(
+            "nothing is trained: every role's policy is frozen, or left out by mars.train",
+            "set the mode of a trained role's policy to full, or change mars.train",
+        )
     recorded = None if options.from_rollouts is None else Recorded.open(options.from_rollouts)
     recipe = with_recorded_steps(recipe, recorded)
     with (

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from agentrl.errors import ConfigError
 from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.train import train
+from agentrl.recipes.registry import VerbOptions
 
 
 def plain(**sections) -> MarsRecipe:
@@ -52,6 +55,8 @@ def test_a_role_keeps_the_paper_s_values_beside_those_that_are_set():
         ({"system1": "off", "sample_first": True}, "mars.sample_first"),
         ({"system1": "off", "normalise": "joint"}, "mars.normalise"),
         ({"system1": "off", "packing": "single"}, "mars.packing"),
+        ({"system1": "off", "bypass_tokens": 5}, "mars.bypass_tokens"),
+        ({"system1": "off", "error_tokens": 9}, "mars.error_tokens"),
         ({"train": "system2", "balance": "none"}, "mars.balance"),
         ({"train": "system2", "sample_first": True}, "mars.sample_first"),
         ({"balance": "none", "sample_first": True}, "mars.sample_first"),
@@ -83,6 +88,18 @@ def test_switches_that_contradict_or_change_nothing_are_refused_by_name(mars, ke
         ({"agents": {SYSTEM2: {"tools": ["search"]}}}, "agents.system2.tools"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size"),
         ({"reward": "judge"}, "reward: judge"),
+        ({"algorithm": {"constrained": "mask"}}, "algorithm.constrained: has no effect without mars.call_grammar"),
+        ({"algorithm": {"kl_estimator": "k2"}}, "kl_estimator: has no effect with kl_coef 0"),
+        ({"optim": {"min_lr_ratio": 0.5}}, "min_lr_ratio: has no effect with schedule: constant"),
+        (
+            {
+                "model": None,
+                "policies": {"a": {"name": "m"}, "b": {"name": "m"}},
+                "agents": {SYSTEM2: {"policy": "a"}, SYSTEM1: {"policy": "a"}},
+            },
+            "policies.b: no agent samples from it",
+        ),
+        ({"engine": {"kind": "hf"}, "launch": {"address": "10.0.0.1:6379"}}, "launch.address: has no effect"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused_by_name(sections, words):
@@ -94,8 +111,55 @@ def test_f7_a_group_of_one_is_refused():
 
 
 def test_an_arm_is_the_same_recipe_with_one_switch_turned():
-    texts = {"distil_template": "{items} | {purpose}", "bypass_tokens": 5, "error_tokens": 9}
+    texts = {"distil_template": "{items} | {purpose}", "item_template": "{text}"}
     assert plain(mars={**texts, "system1": "off"}).mars.system1 == "off"
+
+
+def test_a_setting_that_has_its_effect_is_taken():
+    kl = plain(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"})
+    assert kl.algorithm.kl_estimator == "k2"
+    assert plain(optim={"schedule": "cosine", "min_lr_ratio": 0.1}).optim.min_lr_ratio == 0.1
+    grammar = {"call_grammar": True, "call_syntax": "tag"}
+    assert plain(mars=grammar, algorithm={"constrained": "mask"}).algorithm.constrained == "mask"
+
+
+def keys(recipe: MarsRecipe, level: str = "warning") -> list[str]:
+    return [key for found, key, _ in recipe.findings() if found == level]
+
+
+def test_findings_warn_of_settings_that_cannot_act():
+    assert keys(plain()) == []
+    assert keys(plain(algorithm={"clip_eps_low": 0.1})) == ["algorithm.clip_eps_low"]
+    assert keys(plain(algorithm={"clip_eps_high": 0.28})) == ["algorithm.clip_eps_high"]
+    assert keys(plain(optim={"warmup_steps": 3}, run={"steps": 2})) == ["optim.warmup_steps"]
+    assert keys(plain(optim={"warmup_steps": 2}, run={"steps": 2})) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "trained"),
+    [
+        ({}, (SYSTEM2, SYSTEM1)),
+        ({"mars": {"train": "system1"}}, (SYSTEM1,)),
+        ({"mars": {"system1": "off"}}, (SYSTEM2,)),
+        ({"model": {"name": "m", "mode": "frozen"}}, ()),
+        (
+            {
+                "model": None,
+                "policies": {"a": {"name": "m", "mode": "frozen"}, "b": {"name": "m"}},
+                "agents": {SYSTEM2: {"policy": "a"}, SYSTEM1: {"policy": "b"}},
+                "mars": {"train": "system2"},
+            },
+            (),
+        ),
+    ],
+)
+def test_a_recipe_that_trains_nothing_is_warned_of_and_not_trained(sections, trained):
+    recipe = plain(**sections)
+    assert recipe.trained_roles == trained
+    assert bool(keys(recipe)) == (not trained)
+    if not trained:
+        with pytest.raises(ConfigError, match="nothing is trained"):
+            train(recipe, VerbOptions())
 
 
 def test_a_resolved_recipe_loads_again():
