@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import RunFailedError
+from agentrl.errors import ConfigError, RunFailedError
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
@@ -134,5 +136,39 @@ def refused(error: BaseException) -> bool:
 def failed(path: Path, error: Exception) -> RunFailedError:
     """The fault of a write that the disk refused, naming the path."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    fix = "free some space, check the folder's permissions, or choose another folder; a run goes on with --resume"
+    fix = "free some space, check the folder's permissions, or choose another folder; a train goes on with --resume"
     return RunFailedError(f"cannot write {path}: {reason}", fix)
+
+
+class RunLock:
+    """An exclusive lock that ends with the process, however it ends, and that forked children do not hold."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            self._fd = None
+            raise ConfigError(
+                f"run {path.parent.name!r} is in use by process {holder or 'unknown'}",
+                "wait for it or stop it, or choose another --name",
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        ref = weakref.ref(self)
+
+        def close_in_child() -> None:
+            # An engine process that outlives a killed driver must not keep the run locked.
+            lock = ref()
+            if lock is not None and lock._fd is not None:
+                os.close(lock._fd)
+                lock._fd = None
+
+        os.register_at_fork(after_in_child=close_in_child)
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -8,22 +8,30 @@ metrics and commit its trajectories before its checkpoint, so that what a resume
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import json
 import logging
-import os
 import re
 import shutil
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.files import append, encode, failed, read_lines, refused, replace_file, sync, sync_tree, whole_lines
+from agentrl.files import (
+    RunLock,
+    append,
+    encode,
+    failed,
+    read_lines,
+    refused,
+    replace_file,
+    sync,
+    sync_tree,
+    whole_lines,
+)
 from agentrl.versions import git_commit, package_versions
 
 MANIFEST = "manifest.json"
@@ -74,13 +82,14 @@ class Run:
     """An open run folder, locked for this process. Close it, or use it as a context manager."""
 
     def __init__(
-        self, path: Path, seed: int, lock: _Lock, *, keep_last: int, keep_best: bool, resumed: bool, started: float
+        self, path: Path, seed: int, lock: RunLock, *, keep_last: int, keep_best: bool, resumed: bool, started: float
     ) -> None:
         self.path = path
         self.name = path.name
         self.seed = seed
         self.resumed = resumed
         self.resume_state: ResumeState | None = None
+        self.set_aside: Path | None = None
         self.metrics_path = path / "metrics.jsonl"
         self.report_path = path / "report.html"
         self._keep_last, self._keep_best = keep_last, keep_best
@@ -108,11 +117,15 @@ class Run:
         stem: str = "run",
         keep_last: int = 2,
         keep_best: bool = False,
+        approve: Callable[[str, int], None] | None = None,
+        can_resume: bool = True,
     ) -> Run:
         """Open `base_dir/name`; without a name, `stem` and the time of day, or on resume the newest run of `stem`.
 
         On resume everything after the newest whole checkpoint is dropped, but for the finished trajectories of the
-        step that comes next (where the config is the same). `resume_state` says where to go on (None: from the start).
+        step that comes next (where the config is the same). `resume_state` says where to go on (None: from the start,
+        with the metrics and trajectories of before, if any, in the folder `set_aside`). Before anything changes,
+        `approve` sees the YAML that the run was last started with and its step (0: no checkpoint), and may raise.
 
         Raises `ConfigError` when the name is taken, unknown on resume, unusable, or in use by another process, and
         `RunFailedError` when the folder cannot be written.
@@ -121,13 +134,16 @@ class Run:
         if name is not None and (not name.strip() or name in (".", "..") or re.search(r"[/\\\0]", name)):
             raise ConfigError(f"run.name: {name!r} is not a folder name", "choose a --name without slashes")
         started = time.time()
-        path = _existing(base, name, stem) if resume else _new(base, name, stem)
+        path = _existing(base, name, stem) if resume else _new(base, name, stem, can_resume)
         with contextlib.ExitStack() as undo:
             try:
-                lock = _Lock(path / ".lock")
+                lock = RunLock(path / ".lock")
                 undo.callback(lock.release)
                 run = cls(path, seed, lock, keep_last=keep_last, keep_best=keep_best, resumed=resume, started=started)
                 undo.callback(run.close)
+                if resume:
+                    run._find_checkpoint()
+                    run._ask(approve)
                 changed = run._replace_config(config_yaml)
                 if resume:
                     run._rewind(reuse=not changed)
@@ -260,22 +276,33 @@ class Run:
         self.write_file("config.yaml", config_yaml)
         return changed
 
-    def _rewind(self, *, reuse: bool) -> None:
-        """Make the folder equal to that of a run that has just saved its newest whole checkpoint.
-
-        With `reuse` the finished trajectories of the step after it are kept.
-        """
+    def _find_checkpoint(self) -> None:
+        """Undo what a kill cut in the checkpoints, and set `resume_state` to the newest whole one."""
         root = self.path / "checkpoints"
         for left in root.glob(".old_step_*"):
             _restore_or_drop(left)
         for left in root.glob(".tmp_step_*"):
             shutil.rmtree(left, ignore_errors=True)
         folder = self.latest_checkpoint()
-        step = -1
         if folder is not None:
             step = int(folder.name.removeprefix("step_"))
             _point(root / "latest", folder.name)
             self.resume_state = ResumeState(step, folder, json.loads((folder / "state.json").read_bytes()))
+
+    def _ask(self, approve: Callable[[str, int], None] | None) -> None:
+        config = self.path / "config.yaml"
+        if approve is not None and config.exists():
+            approve(config.read_text(encoding="utf-8"), self.resume_state.step if self.resume_state else 0)
+
+    def _rewind(self, *, reuse: bool) -> None:
+        """Make the folder equal to that of a run that has just saved its newest whole checkpoint.
+
+        With `reuse` the finished trajectories of the step after it are kept. Without a checkpoint the metrics and the
+        trajectories of whole steps are set aside: nothing is left that they could be made from again.
+        """
+        step = self.resume_state.step if self.resume_state else -1
+        if step < 0:
+            self._set_aside()
         if self.metrics_path.exists():
             lines = [x for x in whole_lines(self.metrics_path.read_bytes()) if json.loads(x)["step"] <= step]
             replace_file(self.metrics_path, b"".join(line + b"\n" for line in lines))
@@ -285,6 +312,16 @@ class Run:
             reusable = reuse and number == max(step, 0) + 1 if match and match[2] else 0 <= number <= step
             if path.is_file() and not reusable:
                 path.unlink()
+
+    def _set_aside(self) -> None:
+        found = [p for p in (self.path / "trajectories").iterdir() if (m := _STEP_FILE.fullmatch(p.name)) and not m[2]]
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size:
+            found.append(self.metrics_path)
+        if found:
+            self.set_aside = self.path / "logs" / f"before_attempt_{self.attempt}"
+            self.set_aside.mkdir(exist_ok=True)
+            for path in found:
+                path.rename(self.set_aside / path.name)
 
 
 class StepWriter:
@@ -308,41 +345,8 @@ class StepWriter:
         return self._final
 
 
-class _Lock:
-    """An exclusive lock that ends with the process, however it ends, and that forked children do not hold."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
-            os.close(self._fd)
-            self._fd = None
-            raise ConfigError(
-                f"run {path.parent.name!r} is in use by process {holder or 'unknown'}",
-                "wait for it or stop it, or choose another --name",
-            ) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
-        ref = weakref.ref(self)
-
-        def close_in_child() -> None:
-            # An engine process that outlives a killed driver must not keep the run locked.
-            lock = ref()
-            if lock is not None and lock._fd is not None:
-                os.close(lock._fd)
-                lock._fd = None
-
-        os.register_at_fork(after_in_child=close_in_child)
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def _new(base: Path, name: str | None, stem: str) -> Path:
+def _new(base: Path, name: str | None, stem: str, can_resume: bool) -> Path:
+    way_on = "continue it with --resume, or choose another --name" if can_resume else "choose another --name"
     stamp = name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -352,9 +356,7 @@ def _new(base: Path, name: str | None, stem: str) -> Path:
                 path.mkdir()  # atomic: of two processes with one name, one gets it
             except FileExistsError as error:
                 if name is not None:
-                    raise ConfigError(
-                        f"run {name!r} exists already at {path}", "continue it with --resume, or choose another --name"
-                    ) from error
+                    raise ConfigError(f"run {name!r} exists already at {path}", way_on) from error
             else:
                 return path
     except OSError as error:

@@ -5,6 +5,7 @@ The step itself is the method's own (`agentrl/recipes/<method>/train.py`), where
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,15 @@ async def run_steps(t: Training, step_body: Step, evaluate: Evaluate, interrupt:
     """
     run: RunConfig = t.recipe.run
     log.info("engine %s and policies %s are up", t.recipe.engine.kind, sorted(t.policies))
+    if t.recorded is not None:
+        t.options.progress.note(
+            f"trains on the rollouts recorded in {t.recorded.folder}: rollout.group_size, rollout.questions_per_step, "
+            "data and reward are taken from the recording; evaluations use data.eval and reward of the recipe"
+        )
     first = await restore(t)
+    finished = _finished(t, first)
+    if finished is not None:
+        return finished
     t.options.progress.begin(run.steps, first)
     if first == 1 and 0 not in t.evals:
         log.info("evaluation before training on %d tasks", len(t.held_out))
@@ -84,6 +93,18 @@ async def run_steps(t: Training, step_body: Step, evaluate: Evaluate, interrupt:
             summarise(t, step, "interrupted")
             raise KeyboardInterrupt
     return summarise(t, run.steps, "done")
+
+
+def _finished(t: Training, first: int) -> dict[str, Any] | None:
+    """The summary of a resumed run that has no step left and was summarised after its last one."""
+    path = t.run.path / "summary.json"
+    if t.run.resume_state is None or first <= t.recipe.run.steps or not path.exists():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if summary.get("steps") != t.recipe.run.steps:
+        return None
+    t.options.progress.note(f"the run is at step {first - 1} of {t.recipe.run.steps} already; nothing is left to do")
+    return {"run": str(t.run.path), **summary}
 
 
 def evaluates(run: RunConfig, step: int) -> bool:
@@ -181,6 +202,11 @@ async def restore(t: Training) -> int:
     """Go on after the newest checkpoint; returns the first step to run."""
     state = t.run.resume_state
     if state is None:
+        if t.run.set_aside is not None:
+            t.options.progress.note(
+                f"no whole checkpoint is left in {t.run.path / 'checkpoints'}: training starts again at step 1; "
+                f"the metrics and trajectories of before lie in {t.run.set_aside}"
+            )
         return 1
     if state.state["data"] != fingerprint(t.tasks):
         raise DataError(

@@ -16,6 +16,7 @@ from agentrl.types import ScoredTrajectory
 
 Decode = Callable[[Sequence[int]], str]
 _STEP = re.compile(r"step_(\d{6,})\.jsonl")
+_AGAIN = "record the rollouts again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,37 @@ class Recorded:
 
 
 def _read(path: Path) -> Sequence[ScoredTrajectory]:
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    found: dict[str, ScoredTrajectory] = {}
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}:{number}: broken JSON: {error}", "record the rollouts again") from error
-        found.append(trajectory_from_record(record))
+            raise DataError(f"{path}:{number}: broken JSON: {error}", _AGAIN) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: not an object, so no trajectory", _AGAIN)
+        try:
+            one = trajectory_from_record(record)
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error.cause}", error.fix) from error
+        except (AttributeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: no trajectory: {error}", _AGAIN) from error
+        if one.trajectory.id in found:
+            raise DataError(f"{path}:{number}: the trajectory {one.trajectory.id!r} stands there twice", _AGAIN)
+        found[one.trajectory.id] = one
     if not found:
-        raise DataError(f"{path}: no trajectories", "record the rollouts again")
-    return found
+        raise DataError(f"{path}: no trajectories", _AGAIN)
+    return tuple(found.values())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start})", _AGAIN) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})", _AGAIN) from error
 
 
 def _check(

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
+from agentrl.config.load import dump_yaml
 from agentrl.config.schema import BaseRecipe, ModelConfig
 from agentrl.data import embedded_corpus
 from agentrl.errors import MissingError
@@ -19,7 +20,7 @@ from agentrl.protocols import Engine, Tool
 from agentrl.recipes.plugins import plugin
 from agentrl.recipes.quiet import quiet_libraries
 from agentrl.rollout.gate import Gate
-from agentrl.run import latest_checkpoint
+from agentrl.run import Run, latest_checkpoint
 
 
 class NoSuchPolicyError(MissingError):
@@ -111,11 +112,29 @@ def model_folder(model: ModelConfig, policy: str, runs: str) -> Path:
         return resolve(model.name)
 
 
+def refuse_missing_checkpoints(recipe: BaseRecipe) -> None:
+    """Before a run folder is made: raises `MissingError` where a policy's `checkpoint` is not there."""
+    for name, model in recipe.policy_models.items():
+        if model.checkpoint is not None:
+            model_folder(model, name, recipe.run.dir)
+
+
+def open_run(recipe: BaseRecipe, verb: str) -> Run:
+    """The new run folder of a verb that does not train. Raises as `Run.create` and for a checkpoint that is missing."""
+    refuse_missing_checkpoints(recipe)
+    config, stem = dump_yaml(recipe), f"{recipe.method}-{verb}"
+    return Run.create(recipe.run.dir, recipe.run.name, config, seed=recipe.run.seed, stem=stem, can_resume=False)
+
+
 def checkpoint_folder(spec: str, policy: str, runs: str) -> Path:
-    """RUN, RUN@step or a model folder -> the policy's folder in it. A run is named by path or by name."""
+    """RUN, RUN@step or a model folder -> the policy's folder in it. A run is named by path or by name, and one that is
+    literally called RUN@step comes first."""
     name, _, step = spec.rpartition("@")
-    base, number = (name, int(step)) if name and step.isdigit() else (spec, None)
-    for run in (Path(base).expanduser(), Path(runs) / base):
+    named: list[tuple[str, int | None]] = [(spec, None)]
+    if name and step.isdecimal():
+        named.append((name, int(step)))
+    for run, number in ((place / base, at) for base, at in named for place in (Path(), Path(runs))):
+        run = run.expanduser()
         if (run / "config.json").is_file():
             return run
         if (run / "checkpoints").is_dir():

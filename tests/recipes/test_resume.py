@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ TINY = ("model.name=tiny-llama", "model.dtype=float32", "launch.threads=1")
 SHORT = ("data.eval.limit=2", "rollout.questions_per_step=2", "rollout.group_size=4", "reward=faults:faulty")
 SETS = (*TINY, *SHORT, "engine.deterministic=true")
 STEPS = 4
+SMALL = ("data.eval.limit=2", "rollout.questions_per_step=1", "rollout.group_size=2", "reward=parity_reward:parity")
+PARITY = (*TINY, *SMALL, "engine.deterministic=true")
+ONE = ("mars", "train", "mars-embedded", "--smoke", "--name", "r")
 # `FAULT` is point:step; the run kills itself there, as the system's out-of-memory killer would.
 FAULTS = """
 import os
@@ -157,9 +161,84 @@ def test_the_resume_flag_goes_on_and_without_it_a_taken_name_is_refused(drive, f
     assert [(m["step"], m["policy_version"]) for m in metrics(folder / "runs/r")] == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-def test_a_run_does_not_go_on_with_other_data(drive, folder):
-    assert train(drive, "r", "update:3").wait() == -signal.SIGKILL
-    driver = train(drive, "r", "", "--resume", sets=(*SETS, "data.limit=3"))
-    assert driver.wait() == 4
-    assert "the training data changed since this run was saved" in driver.log
-    assert [m["step"] for m in metrics(folder / "runs/r")] == [1, 2]
+def test_a_run_does_not_go_on_with_other_data(cli, folder):
+    (folder / "own.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(2)))
+    sets = (*PARITY, "data={path: own.jsonl}")
+    assert cli(*ONE, "--steps", "1", sets=sets).code == 0
+    (folder / "own.jsonl").write_text("".join(f'{{"question": "p{i}", "answer": "a"}}\n' for i in range(2)))
+    done = cli(*ONE, "--steps", "2", "--resume", sets=sets)
+    done.two_lines(4, "the training data changed since this run was saved")
+    assert [m["step"] for m in metrics(folder / "runs/r")] == [1]
+
+
+def test_a_resumed_run_keeps_what_makes_its_steps_comparable(cli, folder):
+    assert cli(*ONE, "--steps", "1", sets=PARITY).code == 0
+    run = folder / "runs/r"
+    before = (run / "config.yaml").read_bytes(), (run / "summary.json").read_bytes(), files(run)
+    for key, old, new in (
+        ("reward", '"parity_reward:parity"', '"f1"'),
+        ("data.limit", "null", "3"),
+        ("run.seed", "0", "7"),
+        ("run.eval_temperature", "0.0", "0.5"),
+        ("algorithm.kl_coef", "0.0", "0.1"),
+        ("mars.advantage_std", '"unbiased"', '"population"'),
+        ("agents.system1.sampling.temperature", None, "0.3"),
+        ("model.dtype", '"float32"', '"bfloat16"'),
+        ("rollout.group_size", "2", "3"),
+        ("tools.search.top_k", None, "4"),
+    ):
+        done = cli(*ONE, "--steps", "2", "--resume", sets=(*PARITY, f"{key}={new}"))
+        done.two_lines(2, f"{key}: the run was started with {old or ''}", "start a new run with another --name")
+        assert f"now it is {new}" in done.err
+    assert ((run / "config.yaml").read_bytes(), (run / "summary.json").read_bytes(), files(run)) == before
+    done = cli(*ONE, "--steps", "2", "--resume", sets=(*PARITY, "optim.lr=0.5", "rollout.max_concurrent=3"))
+    assert done.code == 0, done
+    noted = next(line for line in done.err.splitlines() if "resumed with another config" in line)
+    assert "run.steps: 1 -> 2" in noted
+    assert "-> 0.5" in noted
+    assert "rollout.max_concurrent" in noted
+
+
+def test_a_judge_may_be_reached_and_paid_otherwise_but_not_asked_otherwise():
+    from agentrl.config.load import dump_yaml
+    from agentrl.errors import ConfigError
+    from agentrl.recipes.registry import Silence, load_recipe
+    from agentrl.recipes.resuming import approve
+
+    def recipe(*sets: str) -> Any:
+        judge = "judge={model: m, base_url: 'http://127.0.0.1:1/v1'}"
+        return load_recipe("mars-embedded", ("reward=judge", judge, *sets)).tree
+
+    before = dump_yaml(recipe())
+    free = ("judge.max_retries=9", "judge.base_url=http://127.0.0.1:2/v1", "judge.price.per_call=1", "judge.budget=5")
+    approve(recipe(*free), Silence())(before, 1)
+    with pytest.raises(ConfigError, match=r"judge\.model: the run was started with \"m\", now it is \"n\""):
+        approve(recipe("judge.model=n"), Silence())(before, 1)
+
+
+def test_a_finished_run_is_neither_cut_nor_summarised_anew(cli, folder):
+    assert cli(*ONE, "--steps", "2", sets=PARITY).code == 0
+    run = folder / "runs/r"
+    summary = (run / "summary.json").read_bytes()
+    done = cli(*ONE, "--steps", "1", "--resume", sets=PARITY)
+    done.two_lines(2, "the run is already at step 2 of 1", "--steps 2 or more")
+    assert (run / "summary.json").read_bytes() == summary
+    done = cli(*ONE, "--steps", "2", "--resume", "--json", sets=PARITY)
+    assert done.code == 0, done
+    assert (run / "summary.json").read_bytes() == summary
+    assert done.json == {"run": "runs/r", **json.loads(summary)}
+    assert [m["step"] for m in metrics(run)] == [1, 2]
+
+
+def test_a_run_whose_checkpoints_are_gone_starts_again_and_sets_the_old_steps_aside(cli, folder):
+    assert cli(*ONE, "--steps", "1", sets=PARITY).code == 0
+    run = folder / "runs/r"
+    old = (run / "metrics.jsonl").read_bytes(), (run / "trajectories/step_000001.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints")
+    done = cli(*ONE, "--steps", "1", "--resume", sets=PARITY)
+    assert done.code == 0, done
+    assert "no whole checkpoint is left in runs/r/checkpoints: training starts again at step 1" in done.err
+    assert "lie in runs/r/logs/before_attempt_2" in done.err
+    aside = run / "logs/before_attempt_2"
+    assert ((aside / "metrics.jsonl").read_bytes(), (aside / "step_000001.jsonl").read_bytes()) == old
+    assert [m["step"] for m in metrics(run)] == [1]

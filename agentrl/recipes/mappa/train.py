@@ -41,7 +41,8 @@ from agentrl.recipes.mappa.setup import (
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
-from agentrl.recipes.session import open_session
+from agentrl.recipes.resuming import approve
+from agentrl.recipes.session import open_session, refuse_missing_checkpoints
 from agentrl.run import Run
 from agentrl.types import CreditedSample, Sample, ScoredSample
 from agentrl.update.policy import Policy
@@ -56,6 +57,7 @@ def train(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
     """
     recorded = None if options.from_rollouts is None else Recorded.open(options.from_rollouts)
     recipe = with_recorded_steps(recipe, recorded)
+    refuse_missing_checkpoints(recipe)
     with (
         Run.create(
             recipe.run.dir,
@@ -66,6 +68,7 @@ def train(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
             stem="mappa",
             keep_last=recipe.run.keep_last,
             keep_best=recipe.run.keep_best,
+            approve=approve(recipe, options.progress),
         ) as run,
         interruptible(options.progress.note, finish_step=True) as interrupt,
     ):

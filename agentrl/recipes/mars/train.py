@@ -30,7 +30,8 @@ from agentrl.recipes.mars.setup import eval_tasks, make_workflow, samples_of, tr
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
-from agentrl.recipes.session import open_session
+from agentrl.recipes.resuming import approve
+from agentrl.recipes.session import open_session, refuse_missing_checkpoints
 from agentrl.run import Run
 from agentrl.update.policy import Policy
 from agentrl.update.scorer import Scorer
@@ -50,6 +51,7 @@ def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
         )
     recorded = None if options.from_rollouts is None else Recorded.open(options.from_rollouts)
     recipe = with_recorded_steps(recipe, recorded)
+    refuse_missing_checkpoints(recipe)
     with (
         Run.create(
             recipe.run.dir,
@@ -60,6 +62,7 @@ def train(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
             stem="mars",
             keep_last=recipe.run.keep_last,
             keep_best=recipe.run.keep_best,
+            approve=approve(recipe, options.progress),
         ) as run,
         interruptible(options.progress.note, finish_step=True) as interrupt,
     ):
