@@ -250,10 +250,10 @@ def _checkpoints(recipe: BaseRecipe) -> Iterator[Finding]:
     for name, model in recipe.policy_models.items():
         if model.checkpoint is None:
             continue
-        base = model.checkpoint.partition("@")[0]
-        if not any(
-            Path(place).expanduser().is_dir() for place in (model.checkpoint, base, Path(recipe.run.dir) / base)
-        ):
+        spec = model.checkpoint
+        base, _, step = spec.rpartition("@")
+        names = (spec, base) if base and step.isdecimal() else (spec,)
+        if not any((place / run).expanduser().is_dir() for run in names for place in (Path(), Path(recipe.run.dir))):
             key = "model.checkpoint" if recipe.model is not None else f"policies.{name}.checkpoint"
             fix = "name a run folder, a run's name, RUN@step, or a model folder"
             yield Finding("error", key, f"there is no run or folder {model.checkpoint!r}", fix, _ENVIRONMENT)

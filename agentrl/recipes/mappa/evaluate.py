@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from agentrl.config.load import dump_yaml
 from agentrl.grading.interval import eval_block
 from agentrl.grading.trials import trials_block
 from agentrl.protocols import Reward
@@ -25,7 +24,7 @@ from agentrl.recipes.mappa.metrics import coach_metrics
 from agentrl.recipes.mappa.setup import eval_tasks, make_workflow, open_reward, window
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.registry import Progress, VerbOptions
-from agentrl.recipes.session import Session, open_session
+from agentrl.recipes.session import Session, open_run, open_session
 from agentrl.run import Run, StepWriter
 from agentrl.types import ScoredTrajectory, Task
 
@@ -89,7 +88,7 @@ async def evaluate_once(
 def evaluate(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
     """Evaluate the recipe's models or checkpoint: score with its standard error and interval, tokens and times."""
     with (
-        Run.create(recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="mappa-eval") as run,
+        open_run(recipe, "eval") as run,
         interruptible(options.progress.note),
     ):
         return asyncio.run(_evaluate(recipe, options, run))

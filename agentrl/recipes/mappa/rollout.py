@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentrl.config.load import dump_yaml
 from agentrl.data import order
 from agentrl.recipes.collect import collect, jobs_for, rollout_metrics, total_counts
 from agentrl.recipes.interrupt import interruptible
@@ -15,7 +14,7 @@ from agentrl.recipes.mappa.metrics import coach_metrics
 from agentrl.recipes.mappa.setup import make_workflow, open_reward, train_tasks, window
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.registry import VerbOptions
-from agentrl.recipes.session import open_session
+from agentrl.recipes.session import open_run, open_session
 from agentrl.run import Run
 
 FIRST_STEP = 1
@@ -27,9 +26,7 @@ def rollout(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
     `rollout.questions_per_step` and `rollout.group_size` say how many. Prompt ids are always recorded.
     """
     with (
-        Run.create(
-            recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="mappa-rollout"
-        ) as run,
+        open_run(recipe, "rollout") as run,
         interruptible(options.progress.note),
     ):
         return asyncio.run(_rollout(recipe, options, run))

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.config.load import dump_yaml
 from agentrl.grading.interval import eval_block
 from agentrl.protocols import Reward
 from agentrl.recipes.collect import collect, jobs_for, rollout_metrics, total_counts
@@ -17,7 +16,7 @@ from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import eval_tasks, make_workflow, window
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.registry import Progress, VerbOptions
-from agentrl.recipes.session import Session, open_session
+from agentrl.recipes.session import Session, open_run, open_session
 from agentrl.run import Run
 from agentrl.types import Task
 
@@ -50,7 +49,7 @@ async def evaluate_once(
 def evaluate(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
     """Evaluate the recipe's model or checkpoint and return the summary: score, k of n, interval, tokens and times."""
     with (
-        Run.create(recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="mars-eval") as run,
+        open_run(recipe, "eval") as run,
         interruptible(options.progress.note),
     ):
         return asyncio.run(_evaluate(recipe, options, run))

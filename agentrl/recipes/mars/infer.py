@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentrl.config.load import dump_yaml
 from agentrl.recipes.asking import answer_all, asked
 from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.mars.config import MarsRecipe
 from agentrl.recipes.mars.setup import make_workflow, window
 from agentrl.recipes.registry import VerbOptions
-from agentrl.recipes.session import open_session
+from agentrl.recipes.session import open_run, open_session
 from agentrl.run import Run
 from agentrl.types import Task
 
@@ -24,7 +23,7 @@ def infer(recipe: MarsRecipe, options: VerbOptions) -> dict[str, Any]:
     """
     tasks = asked(recipe, options.question, options.input_file)
     with (
-        Run.create(recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="mars-infer") as run,
+        open_run(recipe, "infer") as run,
         interruptible(options.progress.note),
     ):
         return asyncio.run(_infer(recipe, options, run, tasks))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from agentrl.config.load import dump_yaml
 from agentrl.config.schema import DatasetConfig
 from agentrl.data import load_tasks
 from agentrl.errors import DataError
@@ -20,9 +19,11 @@ from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, answer_of, open_decoder
+from agentrl.recipes.recursivemas.links import links_folder
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.session import open_run
 from agentrl.run import Run
 from agentrl.types import Action, Score, ScoredTrajectory, Task, Trajectory, Turn
 
@@ -71,10 +72,10 @@ def infer(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
     trajectories lie in the run folder. Raises `DataError` for an input file that is malformed, naming the line.
     """
     tasks = asked(recipe, options.question, options.input_file)
+    if recipe.recursivemas.links is not None:
+        links_folder(recipe.recursivemas.links, recipe.run.dir)  # before a run folder is made
     with (
-        Run.create(
-            recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="recursivemas-infer"
-        ) as run,
+        open_run(recipe, "infer") as run,
         interruptible(options.progress.note),
     ):
         return asyncio.run(_infer(recipe, options, run, tasks))

@@ -123,8 +123,11 @@ def links_folder(name: str, runs: str) -> Path:
     if path.is_dir() and not (path / "checkpoints").is_dir():
         return path
     base, _, step = name.rpartition("@")
-    run, number = (base, int(step)) if base and step.isdigit() else (name, None)
-    for candidate in (Path(run).expanduser(), Path(runs) / run):
+    named: list[tuple[str, int | None]] = [(name, None)]  # a run that is literally called RUN@step comes first
+    if base and step.isdecimal():
+        named.append((base, int(step)))
+    for candidate, number in ((place / run, at) for run, at in named for place in (Path(), Path(runs))):
+        candidate = candidate.expanduser()
         if (candidate / "checkpoints").is_dir():
             found = latest_checkpoint(candidate, number)
             if found is not None and (found / "links").is_dir():
