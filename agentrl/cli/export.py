@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 
 from agentrl.cli import console
-from agentrl.errors import ConfigError, MissingError
+from agentrl.errors import ConfigError, MissingError, RunFailedError
 from agentrl.models.export import Dtype, export_folder
-from agentrl.run import whole_checkpoints
+from agentrl.run import read_manifest, whole_checkpoints
 
 
 def export(
@@ -22,9 +22,35 @@ def export(
     """
     folder = _run_folder(run, runs)
     checkpoint = _checkpoint(folder, step)
-    name = _policy(checkpoint, policy)
-    target = export_folder(checkpoint / "policies" / name, dest.expanduser(), dtype or _compute_dtype(folder, name))
+    try:
+        name, target = _write(folder, checkpoint, policy, dest, dtype)
+    except Exception:  # safetensors has fault types of its own for a file that is gone
+        if read_manifest(checkpoint) is not None:
+            raise
+        # A run that trains meanwhile keeps its newest checkpoints only; the one that replaced this is there.
+        checkpoint = _checkpoint(folder, step)
+        name, target = _write_once_more(folder, checkpoint, policy, dest, dtype)
     console.out(f"{target}: policy {name} of {folder.name} after step {int(checkpoint.name.removeprefix('step_'))}")
+
+
+def _write(run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None) -> tuple[str, Path]:
+    name = _policy(checkpoint, policy)
+    source = checkpoint / "policies" / name
+    return name, export_folder(source, dest.expanduser(), dtype or _compute_dtype(run, name))
+
+
+def _write_once_more(
+    run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None
+) -> tuple[str, Path]:
+    try:
+        return _write(run, checkpoint, policy, dest, dtype)
+    except Exception as error:
+        if read_manifest(checkpoint) is not None:
+            raise
+        raise RunFailedError(
+            f"{checkpoint} was removed while it was copied, and so was the one before it",
+            "export again; a run that keeps more (run.keep_last) removes its checkpoints later",
+        ) from error
 
 
 def _run_folder(run: str, runs: str) -> Path:

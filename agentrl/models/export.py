@@ -56,14 +56,16 @@ def _new_folder(dest: Path) -> Iterator[Path]:
         dest.parent.mkdir(parents=True, exist_ok=True)
         temp = Path(tempfile.mkdtemp(prefix=f".{dest.name}.", dir=dest.parent))
     except OSError as error:
-        raise ConfigError(f"DEST: {dest} cannot be written ({error.strerror})", "name another folder") from error
+        raise ConfigError(
+            f"DEST: {dest} cannot be written ({error.strerror or error})", "name another folder"
+        ) from error
     try:
         yield temp
         temp.chmod(0o755)
         temp.replace(dest)
     except OSError as error:
         raise RunFailedError(
-            f"{dest} cannot be written ({error.strerror})", "make room, or name another disk"
+            f"{dest} cannot be written ({error.strerror or error})", "make room, or name another disk"
         ) from error
     finally:
         shutil.rmtree(temp, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_infer_names_the_line_of_a_bad_input_file(cli, folder, text, cause):
     assert not (folder / "runs").exists()
 
 
+def test_a_checkpoint_that_is_not_there_leaves_no_run_folder_behind(cli, folder):
+    (folder / "runs/r/checkpoints").mkdir(parents=True)
+    (folder / "runs/r@3/checkpoints").mkdir(parents=True)
+    ask = ("--question", "Where is the owl?")
+    runs = [("mars", verb, "mars-embedded", "model") for verb in ("eval", "rollout", "infer", "train")]
+    runs += [("mappa", verb, "smoke/mappa", "policies.answerer") for verb in ("eval", "rollout", "infer", "train")]
+    for method, verb, recipe, key in runs:
+        sets = (f"{key}.name=tiny-llama", f"{key}.checkpoint=r@99", "launch.threads=1")
+        done = cli(method, verb, recipe, *(ask if verb == "infer" else ()), "--name", "new", sets=sets)
+        done.two_lines(3, "runs/r has no whole checkpoint of step 99", "name another step")
+        assert not (folder / "runs/new").exists()
+    # a run of that very name comes before the step of another run
+    done = cli("mars", "eval", "mars-embedded", "--checkpoint", "r@3", sets=TINY)
+    done.two_lines(3, "runs/r@3 has no whole checkpoint")
+    taken = cli("mars", "infer", "mars-embedded", *ask, "--name", "r", sets=TINY)
+    taken.two_lines(2, "run 'r' exists already", "choose another --name")
+    assert "--resume" not in taken.err
+
+
 # rollout and --from-rollouts
 
 
@@ -90,6 +110,11 @@ def test_rollout_records_one_step_that_can_be_trained_on(cli, folder):
     assert done.json["rollouts"]["rollouts/ok"] == 24
     records = rows(folder / "runs/roll/trajectories/step_000001.jsonl")
     assert len(records) == 24
+    (folder / "twice").mkdir()
+    twice = [json.dumps(record) + "\n" for record in (records[0], records[1], records[0])]
+    (folder / "twice/step_000001.jsonl").write_text("".join(twice))
+    done = cli("mars", "train", "mars-embedded", "--smoke", "--from-rollouts", "twice", sets=SETS)
+    done.two_lines(4, f"twice/step_000001.jsonl:3: the trajectory {records[0]['id']!r} stands there twice")
     assert all(turn["prompt_ids"] for record in records for turn in record["turns"])
     done = cli("mars", "train", "mars-embedded", "--smoke", "--from-rollouts", "runs/roll", "--json", sets=SETS)
     assert done.code == 0, done
@@ -101,9 +126,17 @@ def test_rollouts_that_cannot_be_trained_on_are_refused(cli, folder):
     (folder / "empty").mkdir()
     cli(*train, "empty", sets=SETS).two_lines(4, "empty holds no step_NNNNNN.jsonl")
     assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "bare", "--steps", "1", sets=SETS).code == 0
-    cli(*train, "runs/bare", sets=SETS).two_lines(4, "lacks what a rollout needs", "run.save_prompt_ids=true")
+    bare = cli(*train, "runs/bare", sets=SETS)
+    bare.two_lines(4, "runs/bare/trajectories/step_000001.jsonl:1: trajectory ", "run.save_prompt_ids=true")
+    assert "lacks what a rollout needs: 'prompt_ids'" in bare.err
+    told = "rollout.group_size, rollout.questions_per_step, data and reward are taken from the recording"
+    assert told in bare.err
     (folder / "empty" / "step_000001.jsonl").write_text('{"id": \n')
     cli(*train, "empty", sets=SETS).two_lines(4, "step_000001.jsonl:1: broken JSON")
+    (folder / "empty" / "step_000001.jsonl").write_bytes(b'{"id": "\xff"}\n')
+    cli(*train, "empty", sets=SETS).two_lines(4, "empty/step_000001.jsonl: not UTF-8 text (byte 8)")
+    (folder / "empty" / "step_000001.jsonl").write_text("[1]\n")
+    cli(*train, "empty", sets=SETS).two_lines(4, "empty/step_000001.jsonl:1: not an object")
     record = rows(folder / "runs/bare/trajectories/step_000001.jsonl")[0]
     for turn in record["turns"]:
         turn["prompt_ids"], turn["policy"] = [1], "b"
@@ -150,6 +183,34 @@ def test_export_is_a_plain_folder_in_the_compute_dtype_that_serves_as_a_model(cl
     assert not (folder / "new").exists()
     (folder / "there").mkdir()
     assert cli("export", "run", "there").code == 0, "an empty folder may be filled"
+
+
+def test_export_takes_the_newest_when_the_checkpoint_is_pruned_while_it_is_copied(cli, folder, monkeypatch):
+    import safetensors.torch
+
+    assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "run", "--steps", "1", sets=SETS).code == 0
+    checkpoints = folder / "runs/run/checkpoints"
+    real = safetensors.torch.load_file
+
+    def pruned(path, *args, **kwargs):
+        old = Path(path).parents[2]
+        if int(old.name.removeprefix("step_")) in gone:
+            shutil.copytree(old, checkpoints / f"step_{int(old.name.removeprefix('step_')) + 1:06d}")
+            shutil.rmtree(old)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", pruned)
+    gone = {1}
+    done = cli("export", "run", "out")
+    assert done.code == 0, done
+    assert done.out.strip() == "out: policy policy of run after step 2"
+    gone = {2, 3}
+    done = cli("export", "run", "again")
+    done.two_lines(1, "step_000003 was removed while it was copied", "export again")
+    assert "None" not in done.err
+    assert not (folder / "again").exists()
+    gone = {4}
+    cli("export", "run", "again", "--step", "4").two_lines(2, "no checkpoint of that step", "it has those of 5")
 
 
 # check --show-sample
