@@ -178,6 +178,7 @@ def _share(part: int, whole: int) -> float:
 def _metrics(
     tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: PartGradients | None
 ) -> dict[str, float | None]:
+    gap = tally.mismatch if tally.mismatch is not None and tally.mismatch.count else None  # nothing measured is no 0
     out: dict[str, float | None] = {
         "loss": sum(tally.loss.values()),
         **{f"loss/{part}": value for part, value in tally.loss.items()},
@@ -187,10 +188,10 @@ def _metrics(
         **{f"clip_fraction/{part}": _share(tally.clipped[part], active) for part, active in tally.active.items()},
         "kl/ref": None if tally.reference is None else tally.reference.mean_kl,
         "kl/ref_max": None if tally.reference is None else tally.reference.max_kl,
-        "kl/mismatch": None if tally.mismatch is None else tally.mismatch.mean_kl,
-        "mismatch/mean_abs": None if tally.mismatch is None else tally.mismatch.mean_abs,
-        "mismatch/max": None if tally.mismatch is None else tally.mismatch.max_kl,
-        "mismatch/tokens": 0 if tally.mismatch is None else tally.mismatch.count,
+        "kl/mismatch": None if gap is None else gap.mean_kl,
+        "mismatch/mean_abs": None if gap is None else gap.mean_abs,
+        "mismatch/max": None if gap is None else gap.max_kl,
+        "mismatch/tokens": 0 if gap is None else gap.count,
         "tokens/trained": tally.trained,
         "tokens/computed": tally.cells,
         "pack/fill": tally.tokens / tally.cells if tally.cells else None,

@@ -373,6 +373,17 @@ def test_idle_samples_still_measure_the_engine(make_policy, make_credited):
     assert result.metrics["samples/idle"] == 20
 
 
+def test_a_gap_that_was_not_measured_is_null_and_not_zero(make_policy, make_credited):
+    masked = make_credited([3, 4, 5], [(1, 3)], masked=[1, 2])
+    tempered = make_credited([3, 4, 5], [(1, 3)])
+    sample = replace(tempered.sample, constrained=(True,) * 3)
+    under_grammar = replace(tempered, scored=replace(tempered.scored, sample=sample))
+    for credited in ([masked], [under_grammar]):
+        metrics = update_policy(make_policy(), credited, PLAIN).metrics
+        assert metrics["mismatch/tokens"] == 0
+        assert [metrics[k] for k in ("kl/mismatch", "mismatch/mean_abs", "mismatch/max")] == [None] * 3
+
+
 # Numbers that are not finite
 
 
