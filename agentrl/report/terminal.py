@@ -197,7 +197,7 @@ def _tokens(turn: Record) -> list[str]:
                 known["mask_reason"] or ("trained" if trained else "-"),
             )
         )
-    columns = ("#", "token id", "agent", "version", "behaviour", "old", "advantage", "mask")
+    columns = ("#", "token id", "agent", "version", "behaviour (T=1)", "old (sampling T)", "advantage", "mask")
     return ["  " + line for line in _table(columns, rows)]
 
 

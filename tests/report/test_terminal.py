@@ -128,6 +128,7 @@ def test_tokens_show_agent_version_logprobs_advantage_and_mask(base: Path, capsy
     assert ["1", "12", "system2", "7", "-1.2500", "-1.5000", "+0.000", "forced"] in rows
     assert ["1", "12", "system1", "7", "-1.2500", "-", "-", "-"] in rows
     assert sum(row[:1] == ["0"] for row in rows) == 4
+    assert "behaviour (T=1)  old (sampling T)" in _shown(base, capsys, trajectory="q/1", tokens=True)
     unfinished = _shown(base, capsys, step=3, tokens=True)
     assert unfinished.count("token id") == 4
 
