@@ -22,6 +22,7 @@ class ContractGroup(TyperGroup):
     """The root group: a usage fault is told in the same two lines as every other, and an interrupt exits with 130."""
 
     def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        console.open_closed_streams()
         words = list(sys.argv[1:] if args is None else args)
         try:
             code = super().main(args=words, **{**kwargs, "standalone_mode": False})

@@ -54,6 +54,14 @@ def clean(text: str) -> str:
     return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+def open_closed_streams() -> None:
+    """Give a command that was started with stdin, stdout or stderr closed (`>&-`) an empty one in its place: what it
+    prints is dropped, and no file that it opens later gets the descriptor."""
+    for name, flag, kind in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_WRONLY, "w"), ("stderr", os.O_WRONLY, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flag), kind))
+
+
 def _write(stream: TextIO, text: str) -> None:
     encoding = stream.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

@@ -239,3 +239,10 @@ def test_a_terminal_gets_a_live_table_with_the_time_left_and_no_colour_where_it_
         assert b"step 2 of 2" in text
         assert b"left 0:00:0" in text
         assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", text) or b"\x1b[9" in text) is (no_color == "")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stdout_is_no_fault(closed):
+    command = f'"{sys.executable}" -c "from agentrl.cli import app; app()" recipes list {closed}'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
