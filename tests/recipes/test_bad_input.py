@@ -96,7 +96,7 @@ def test_a_corpus_with_a_broken_line_is_named_by_its_line(cli, tasks):
 
 def test_a_question_longer_than_its_budget_is_a_failed_rollout_that_is_counted(cli, tasks, folder):
     tasks.write_text(json.dumps({"question": "why? " * 400, "answer": "b"}) + '\n{"question": "c?", "answer": "d"}\n')
-    sets = (*OWN, "data.eval={path: tasks.jsonl}", "run.steps=1")
+    sets = (*OWN, "data.eval={path: tasks.jsonl}", "run.steps=1", "rollout.group_size=6")
     done = cli(*TRAIN, "--name", "long", "--json", sets=sets)
     assert done.code == 0, done
     [step] = rows(folder / "runs/long/metrics.jsonl")

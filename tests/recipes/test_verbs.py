@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 TINY = ("model.name=tiny-llama", "model.dtype=float32", "engine.deterministic=true", "launch.threads=1")
-SETS = (*TINY, "reward=parity_reward:parity", "data.eval.limit=2")
+SIZE = ("rollout.questions_per_step=4", "rollout.group_size=6")
+SETS = (*TINY, *SIZE, "reward=parity_reward:parity", "data.eval.limit=2")
 
 
 def weights(run: Path) -> str:
