@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
+from agentrl.errors import RunFailedError
 from agentrl.protocols import Reward
 from agentrl.recipes.registry import Progress
 from agentrl.recipes.session import Session
@@ -112,9 +114,26 @@ async def _score(reward: Reward, trajectory: Trajectory) -> Score:
         score = await reward.score(trajectory.task, trajectory)
     except Exception as error:  # noqa: BLE001 - a grader's fault is a missing score, counted and alarmed
         return Score(None, f"{type(error).__name__}: {error}")
-    if score.value is not None and not math.isfinite(score.value):
-        return Score(None, f"the reward is {score.value}, not a number", score.info)
+    if not isinstance(score, Score):
+        return Score(None, f"returned {type(score).__name__}, not Score")
+    value: object = score.value  # a user's reward may hold anything
+    if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+        return Score(None, f"the reward is {value!r}, not a number", score.info)
     return score
+
+
+def refuse_ungraded(step: int, key: str, scored: Sequence[ScoredTrajectory], *, actions: bool = False) -> None:
+    """Raises `RunFailedError` with the first reason where no trajectory (`actions`: no action) has a score: the grader
+    named by `key` is broken, and further steps would train nothing. Failed rollouts have none by rule and are no such
+    sign.
+    """
+    pairs = [(one, score) for one in scored for score in (one.action_scores if actions else (one.outcome,)) if score]
+    reasons = [score.reason for one, score in pairs if one.trajectory.status != "failed"]
+    if reasons and all(score.missing for _, score in pairs):
+        raise RunFailedError(
+            f"{key}: every reward of step {step} is missing: {reasons[0] or 'no reason given'}",
+            f"repair {key}, then go on with --resume; `agentrl inspect RUN --step {step}` shows every reason",
+        )
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | None]:

@@ -37,6 +37,20 @@ def broken():
     raise KeyError("a fault of the user's own")
 
 
+class Synchronous:
+    def score(self, task, trajectory):
+        return Score(1.0)
+
+
+def a_number():
+    return 1.0
+
+
+class Bare:
+    async def score(self, task, trajectory):
+        return 1.0
+
+
 def with_arguments(task, trajectory):
     return 1.0
 """

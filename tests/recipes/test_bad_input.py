@@ -43,6 +43,13 @@ def tasks(folder: Path) -> Path:
         (["reward=exact"], 2, "'exact' is neither exact_match, f1, judge nor a function", "module:function"),
         (["reward=parity_reward:nothing"], 2, "parity_reward has no nothing", "module:function"),
         (["reward=parity_reward:with_arguments"], 2, "cannot be called without arguments", "without arguments"),
+        (
+            ["reward=parity_reward:a_number"],
+            2,
+            "reward: what 'parity_reward:a_number' returns (float) has no",
+            "async def",
+        ),
+        (["reward=parity_reward:Synchronous"], 2, "has a `score` that is not async", "async def score"),
         (["agents.system2.max_prompt_tokens=4000"], 2, "do not fit in the window of 2048", "lower one of the two"),
         (["agents.system2.max_prompt_tokens=100"], 2, "prompt and examples alone take", "shorten the prompt"),
         (["agents.system1.max_prompt_tokens=100"], 2, "prompt and examples alone take", "shorten the prompt"),
@@ -112,7 +119,14 @@ def test_a_question_longer_than_its_budget_is_a_failed_rollout_that_is_counted(c
 
 def test_a_fault_in_a_users_reward_is_told_as_its_own(cli, tasks):
     done = cli(*TRAIN, sets=(*OWN, "data.eval={path: tasks.jsonl}", "reward=parity_reward:broken"))
-    done.two_lines(1, 'KeyError: "a fault of the user\'s own"', "--debug")
+    done.two_lines(2, "reward: 'parity_reward:broken' raised KeyError: \"a fault of the user's own\"", "--debug")
+
+
+def test_a_reward_that_returns_no_score_ends_the_run_with_its_reason(cli, tasks, folder):
+    sets = (*OWN, "data.eval={path: tasks.jsonl}", "reward=parity_reward:Bare")
+    done = cli(*TRAIN, "--name", "bare", sets=sets)
+    done.two_lines(1, "reward: every reward of step 1 is missing: returned float, not Score", "--resume")
+    assert len(rows(folder / "runs/bare/trajectories/step_000001.jsonl")) > 0
 
 
 def test_a_step_without_variance_changes_no_weight_and_says_so(cli, folder):

@@ -18,7 +18,7 @@ from agentrl.protocols import Reward
 from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.mappa.samples import TeamSamples, team_samples
 from agentrl.recipes.mappa.workflow import TeamWorkflow, Watch
-from agentrl.recipes.plugins import plugin
+from agentrl.recipes.plugins import reward_plugin
 from agentrl.recipes.session import Session
 from agentrl.types import Score, ScoredTrajectory, Task, Trajectory
 
@@ -46,7 +46,7 @@ async def open_reward(recipe: MappaRecipe) -> AsyncIterator[Reward]:
     if recipe.reward is None:
         yield NoOutcome()
         return
-    reward: Reward = built_in[recipe.reward]() if recipe.reward in built_in else plugin("reward", recipe.reward)
+    reward: Reward = built_in[recipe.reward]() if recipe.reward in built_in else reward_plugin("reward", recipe.reward)
     try:
         yield reward
     finally:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.config.load import dump_yaml
-from agentrl.recipes.collect import Collected, rollout_metrics
+from agentrl.recipes.collect import Collected, refuse_ungraded, rollout_metrics
 from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import (
     Training,
@@ -213,6 +213,11 @@ def _record(
     missing = metrics["reward/missing"] / max(1, actions)
     if missing > 0.2:
         t.options.progress.note(f"step {step}: {missing:.0%} of the scores are missing; see the actions' reasons")
+    mappa = t.recipe.mappa
+    if t.recipe.reward is not None and (mappa.credit != "process" or mappa.outcome_weight > 0):
+        refuse_ungraded(step, "reward", collected.scored)
+    if mappa.credit == "process":
+        refuse_ungraded(step, "coach", collected.scored, actions=True)
 
 
 async def _evaluate(coaching: Coaching, t: Training, step: int) -> None:

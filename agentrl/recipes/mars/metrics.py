@@ -17,7 +17,7 @@ _GIVEN = (MaskReason.PROMPT, MaskReason.WORLD)
 
 
 def mars_metrics(
-    scored: Sequence[ScoredTrajectory], credit: Credit, results: Mapping[str, UpdateResult]
+    scored: Sequence[ScoredTrajectory], credit: Credit, results: Mapping[str, UpdateResult], kl_coef: float
 ) -> dict[str, float | None]:
     """One flat mapping. With several policies the shared names carry `/<policy>`; without, they stand bare."""
     out: dict[str, float | None] = {}
@@ -43,7 +43,8 @@ def mars_metrics(
         "mars/response_tokens_s1": _mean_length(scored, SYSTEM1),
         "mars/response_tokens_s2": _mean_length(scored, SYSTEM2),
     }
-    out |= masked_tokens(credit)
+    idle = [one.sample for one in credit.credited if not has_effect(one, kl_coef)]
+    out |= masked_tokens(credit) | {"tokens/no_advantage": sum(sample.num_trained for sample in idle)}
     # A role that moved nothing in this step has no row of its own: its numbers are 0.
     names = [f"mars/{head}_{role}" for head in ("loss", "clip_fraction", "grad_norm") for role in ("s1", "s2")]
     measured = any(name in out for name in names if "grad_norm" in name)
@@ -56,7 +57,11 @@ def mars_metrics(
 
 
 def masked_tokens(credit: Credit) -> dict[str, float | None]:
-    """Sampled tokens that carry no loss, by reason: with those that do, all that were sampled (spec M4)."""
+    """Sampled tokens outside the loss mask, by reason (spec M4).
+
+    With `tokens/trained` and `tokens/no_advantage` (inside the mask, in samples that could not move the weights: a
+    group without variance, a copy count of 0) they are all that were sampled.
+    """
     counts: Counter[str] = Counter()
     for one in credit.credited:
         counts.update(str(reason) for reason in one.sample.reasons if reason is not None)

@@ -9,7 +9,7 @@ from agentrl.errors import MissingError
 from agentrl.grading.qa import F1, ExactMatch
 from agentrl.protocols import Reward
 from agentrl.recipes.mars.config import MarsRecipe
-from agentrl.recipes.plugins import plugin
+from agentrl.recipes.plugins import reward_plugin
 from agentrl.scoring.judge import JudgeReward, run_canaries
 
 
@@ -38,8 +38,7 @@ def _plain_reward(recipe: MarsRecipe) -> Reward:
         return ExactMatch()
     if recipe.reward == "f1":
         return F1()
-    reward: Reward = plugin("reward", recipe.reward)
-    return reward
+    return reward_plugin("reward", recipe.reward)
 
 
 async def _try_canaries(reward: JudgeReward, note: Callable[[str], None]) -> None:

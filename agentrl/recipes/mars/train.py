@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.config.load import dump_yaml
 from agentrl.errors import ConfigError
-from agentrl.recipes.collect import Collected, rollout_metrics
+from agentrl.recipes.collect import Collected, refuse_ungraded, rollout_metrics
 from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import (
     Training,
@@ -128,7 +128,10 @@ def _record(
     results: Mapping[str, UpdateResult],
     times: Mapping[str, float],
 ) -> None:
-    """Trajectories first, then the step's metrics: what a resumed run keeps is complete."""
+    """Trajectories first, then the step's metrics: what a resumed run keeps is complete.
+
+    Raises `RunFailedError` where the reward graded nothing.
+    """
     credited, old = [], []
     for name in t.recipe.policy_models:
         mine = [c for c in credit.credited if c.sample.policy == name]
@@ -138,7 +141,7 @@ def _record(
     t.run.open_step(step, keep_part=True).commit(records)
     metrics: dict[str, Any] = {"step": step, "policy_version": max(t.served.values())}
     metrics |= rollout_metrics(collected)
-    metrics |= mars_metrics(collected.scored, credit, results)
+    metrics |= mars_metrics(collected.scored, credit, results, t.recipe.algorithm.kl_coef)
     metrics |= times
     if step in t.evals:
         metrics["eval/score"] = mean(t.evals[step])
@@ -150,6 +153,7 @@ def _record(
     missing = metrics["reward/missing"] / max(1, len(collected.scored))
     if missing > 0.2:
         t.options.progress.note(f"step {step}: {missing:.0%} of the rewards are missing; see the trajectories' reasons")
+    refuse_ungraded(step, "reward", collected.scored)
 
 
 async def _evaluate(t: Training, step: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.recipes.collect import collect, jobs_for
+from agentrl.errors import ConfigError, RunFailedError
+from agentrl.recipes.collect import collect, jobs_for, refuse_ungraded
 from agentrl.recipes.mars.credit import assign
 from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.session import Session
@@ -102,3 +103,19 @@ def test_e1_a_grader_that_fails_gives_missing_scores_whose_tokens_are_masked(rol
     assert all(
         set(c.weights) == {0.0} for c in assign(samples, out.recipe.mars, seed=0, step=1).credited if c.sample in lost
     )
+
+
+def ended(outcome: Score, *actions: Score | None, status: str = "done") -> SimpleNamespace:
+    return SimpleNamespace(trajectory=SimpleNamespace(status=status), outcome=outcome, action_scores=actions)
+
+
+def test_a_step_whose_every_reward_is_missing_is_refused_with_the_first_reason():
+    lost, found, failed = Score(None, "no route"), Score(0.0), ended(Score(None, "rollout failed: x"), status="failed")
+    refuse_ungraded(3, "reward", [])
+    refuse_ungraded(3, "reward", [failed, failed])  # rollouts that failed say nothing about the grader
+    refuse_ungraded(3, "reward", [ended(lost), ended(found)])
+    with pytest.raises(RunFailedError, match="reward: every reward of step 3 is missing: no route"):
+        refuse_ungraded(3, "reward", [failed, ended(lost), ended(Score(None, "later"))])
+    refuse_ungraded(3, "coach", [ended(lost, None), ended(lost, lost, found)], actions=True)
+    with pytest.raises(RunFailedError, match="coach: every reward of step 3 is missing: no route"):
+        refuse_ungraded(3, "coach", [ended(found, None, lost)], actions=True)

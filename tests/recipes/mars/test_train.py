@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from agentrl.chat.tool_calls import call_grammar
+from agentrl.errors import RunFailedError
 from agentrl.protocols import ToolItem, ToolResult
 from agentrl.recipes import session
 from agentrl.recipes.mars.config import MarsRecipe
@@ -109,7 +110,7 @@ def run(tiny, plugins, monkeypatch, tmp_path):
         for key, value in sections.items():
             known = isinstance(value, dict) and isinstance(merged.get(key), dict)
             merged[key] = {**merged[key], **value} if known else value
-        notes = Notes()
+        notes = go.notes = Notes()
         result = train(MarsRecipe.model_validate(merged), VerbOptions(progress=notes))
         folder = Path(result["run"])
         metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -169,6 +170,10 @@ def test_c2_every_step_logs_the_metrics_of_the_method(run):
     lines = [json.loads(x) for x in (folder / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     masked = sum(m is False for t in lines for turn in t["turns"] for m in turn["loss_mask"])
     assert masked == sum(v for k, v in metrics[0].items() if k.startswith("tokens/masked/"))
+    for one in metrics:  # every sampled token is in one of three: trained, in the mask without effect, masked
+        masked = sum(v for k, v in one.items() if k.startswith("tokens/masked/"))
+        assert one["tokens/no_advantage"] > 0  # of 16 System 1 samples, 8 copies are drawn
+        assert one["tokens/trained"] + one["tokens/no_advantage"] + masked == one["tokens/generated"]
 
 
 def test_e4_separate_checkpoints_with_one_role_frozen_train_the_other_alone(run):
@@ -201,8 +206,15 @@ def test_e4_two_trained_checkpoints_each_learn_from_their_own_role(run):
     assert "mars/grad_cosine" not in metrics[0]
 
 
-def test_f72_a_step_without_trained_tokens_is_reported_with_its_reasons(run):
-    _, metrics, notes = run("lost", run={"steps": 1})
+def test_f72_a_step_without_trained_tokens_is_reported_with_its_reasons_and_a_reward_that_grades_nothing_ends_it(
+    run, tmp_path
+):
+    with pytest.raises(RunFailedError, match="reward: every reward of step 1 is missing: lost"):
+        run("lost", run={"steps": 2})
+    notes = run.notes.notes
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 1
+    assert len((tmp_path / "run" / "trajectories" / "step_000001.jsonl").read_text().splitlines()) == 8
     generated = metrics[0]["tokens/generated"]
     assert metrics[0]["tokens/trained"] == 0
     assert metrics[0]["tokens/masked/reward_missing"] == generated
