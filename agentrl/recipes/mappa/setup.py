@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class NoOutcome:
 @asynccontextmanager
 async def open_reward(recipe: MappaRecipe) -> AsyncIterator[Reward]:
     """The outcome reward that `recipe.reward` names, closed at the end. Raises `ConfigError` for a bad name."""
-    built_in = {
+    built_in: dict[str, Callable[[], Reward]] = {
         "exact_match": ExactMatch,
         "f1": F1,
         "choice": Choice,
@@ -46,7 +46,11 @@ async def open_reward(recipe: MappaRecipe) -> AsyncIterator[Reward]:
     if recipe.reward is None:
         yield NoOutcome()
         return
-    reward: Reward = built_in[recipe.reward]() if recipe.reward in built_in else reward_plugin("reward", recipe.reward)
+    reward: Reward
+    if recipe.reward in built_in:
+        reward = built_in[recipe.reward]()
+    else:
+        reward = reward_plugin("reward", recipe.reward)
     try:
         yield reward
     finally:
