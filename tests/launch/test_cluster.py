@@ -20,6 +20,9 @@ from agentrl.launch.cluster import Cluster
 from agentrl.launch.guard import guard_folder, kill_processes_in, processes_in
 
 _DRIVER = """
+# A shell's background job starts with SIGINT ignored, and hands that on.
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import subprocess, sys, time
 from agentrl.launch.cluster import Cluster
 

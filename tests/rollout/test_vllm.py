@@ -504,6 +504,9 @@ def test_a_bf16_engine_computes_logits_in_fp32_from_the_weights_that_are_loaded(
 
 
 _DRIVER = """
+# A shell's background job starts with SIGINT ignored, and hands that on.
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import asyncio, sys, time
 from pathlib import Path
 from agentrl.config.schema import EngineConfig
