@@ -52,8 +52,8 @@ def test_a_plugin_that_is_none_is_named_with_its_key(target, cause):
     assert "reward: " in fault.value.cause
 
 
-def test_what_a_plugin_itself_raises_passes_through(tmp_path, monkeypatch):
+def test_what_a_plugin_itself_raises_is_told_with_its_key(tmp_path, monkeypatch):
     (tmp_path / "faulty_plugin.py").write_text("def make():\n    raise KeyError('mine')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(ConfigError, match=r"tools\.custom\.x: 'faulty_plugin:make' raised KeyError: 'mine'"):
         plugin("tools.custom.x", "faulty_plugin:make")
