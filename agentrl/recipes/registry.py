@@ -54,6 +54,18 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                 }
             ),
         ),
+        "recursivemas": Method(
+            "recursivemas",
+            "agentrl.recipes.recursivemas.config:RecursiveRecipe",
+            MappingProxyType(
+                {
+                    "train": "agentrl.recipes.recursivemas.train:train",
+                    "eval": "agentrl.recipes.recursivemas.evaluate:evaluate",
+                    "infer": "agentrl.recipes.recursivemas.infer:infer",
+                    "preview": "agentrl.recipes.recursivemas.preview:preview",
+                }
+            ),
+        ),
     }
 )
 

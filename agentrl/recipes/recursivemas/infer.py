@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from agentrl.recipes.recursivemas.decode import Decoder, answer_of, open_decoder
 from agentrl.recipes.recursivemas.links import links_folder
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
-from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.registry import Progress, VerbOptions
 from agentrl.recipes.session import open_run
 from agentrl.run import Run
 from agentrl.types import Action, Score, ScoredTrajectory, Task, Trajectory, Turn
@@ -65,6 +65,32 @@ async def answer_batch(
     return Answered(tuple(tasks), tuple(actions), thought.stages, middle - start, end - middle)
 
 
+async def answer_tasks(
+    recipe: RecursiveRecipe,
+    loaded: Loaded,
+    decoder: Decoder,
+    tasks: Sequence[Task],
+    phase: str,
+    send: Callable[[Sequence[Task]], Send] | None = None,
+    progress: Progress | None = None,
+    label: str = "answers",
+) -> list[Answered]:
+    """Every question, `recursivemas.max_batch` at a time and in order. `send` makes the links' replacement for a batch
+    (controls: what a block is exchanged for depends on who thinks together). A question
+    that exceeds a window ends it all, so ask `refuse_long` first."""
+    size = recipe.recursivemas.max_batch
+    batches: list[Answered] = []
+    for at in range(0, len(tasks), size):
+        if progress is not None:
+            progress.phase(label, at, len(tasks))
+        batch = tasks[at : at + size]
+        sent = None if send is None else send(batch)
+        batches.append(await answer_batch(recipe, loaded, decoder, batch, phase, sent))
+    if progress is not None:
+        progress.phase(label, len(tasks), len(tasks))
+    return batches
+
+
 def infer(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
     """Answer `--question`, or every row of `--input`.
 
@@ -105,14 +131,9 @@ async def _infer(recipe: RecursiveRecipe, options: VerbOptions, run: Run, tasks:
     if not loaded.links.trained:
         options.progress.note(UNTRAINED)
     refuse_long(recipe, loaded, tasks)
-    size = recipe.recursivemas.max_batch
-    batches: list[Answered] = []
-    options.progress.phase("answers", 0, len(tasks))
     begin = time.perf_counter()
     async with open_decoder(recipe, loaded) as decoder:
-        for at in range(0, len(tasks), size):
-            batches.append(await answer_batch(recipe, loaded, decoder, tasks[at : at + size], "infer"))
-            options.progress.phase("answers", min(at + size, len(tasks)), len(tasks))
+        batches = await answer_tasks(recipe, loaded, decoder, tasks, "infer", progress=options.progress)
     total_s = time.perf_counter() - begin
     scored = [trajectory for batch in batches for trajectory in trajectories(recipe, batch)]
     writer = run.open_step(0)
