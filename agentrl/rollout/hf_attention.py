@@ -9,22 +9,28 @@ one product for all rows, attention over a row's own part another, and the two a
 (as in cascade inference; Juravsky et al. 2024, "Hydragen", section 3.1). Exact up to rounding, accumulated in fp32.
 On other devices than the CPU the prefix is spread over the rows and the stock attention used.
 
+Layers with linear attention (as in Qwen3.5) keep a state that sums the past up instead of keys and values: it can
+neither be shared between rows nor cut back, but it is carried on like any cache.
+
 Shapes: B rows, H query heads, K key heads, G = H / K, Q queries, P prefix, L own length, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentrl.errors import ConfigError
 
 ATTENTION = "agentrl_shared_prefix"
+LINEAR = "linear_attention"
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", LINEAR)
 
 
 class PrefixLayer(DynamicLayer):
@@ -72,11 +78,19 @@ class PrefixLayer(DynamicLayer):
         self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
 
 
-class PrefixCache(Cache):
-    """The layers' caches. `capacity` is the room for a row's own part: the rest of its prompt and its completion."""
+class StateLayer(LinearAttentionLayer):
+    """A linear-attention layer's states: those of its convolution and its recurrence, one per row."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[PrefixLayer(capacity) for _ in range(num_layers)])
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.reorder_cache(indices)
+
+
+class PrefixCache(Cache):
+    """The layers' caches, by `kinds` (see `layer_kinds`). `capacity` is the room for a row's own part: the rest of its
+    prompt and its completion."""
+
+    def __init__(self, kinds: Sequence[str], capacity: int) -> None:
+        super().__init__(layers=[StateLayer() if kind == LINEAR else PrefixLayer(capacity) for kind in kinds])
         self._biases: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def share(self) -> None:
@@ -95,6 +109,22 @@ class PrefixCache(Cache):
         # Two are in use where full and sliding layers alternate.
         self._biases = [*self._biases[-1:], (mask_B1QT, bias)]
         return bias
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of each layer of a model's text config, by which its cache is made.
+
+    Raises `ConfigError` for a kind whose memory is neither keys and values nor the state of a linear attention.
+    """
+    kinds = tuple(get_layer_types_and_kwargs(config)[0])
+    odd = sorted(set(kinds) - set(_KINDS))
+    if odd or set(kinds) == {LINEAR}:
+        what = f"layers of kind {odd[0]!r}" if odd else "no attention layer besides its linear ones"
+        raise ConfigError(
+            f"a {config.model_type} model has {what}, whose cache the hf engine does not know",
+            "use a model with attention layers, or engine.kind: vllm where no latents are needed",
+        )
+    return kinds
 
 
 def use_prefix_attention(model: Any) -> None:

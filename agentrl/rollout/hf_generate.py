@@ -17,7 +17,7 @@ import torch
 
 from agentrl.errors import EngineError
 from agentrl.grammar import GrammarFactory, GrammarMatcher
-from agentrl.rollout.hf_attention import PrefixCache
+from agentrl.rollout.hf_attention import PrefixCache, layer_kinds
 from agentrl.rollout.hf_sampling import RowParams, sample, unpack_bitmask
 from agentrl.types import Completion, Embeddings, Request
 
@@ -142,7 +142,7 @@ def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
     model, device = policy.model, policy.model.device
     plain = all(isinstance(segment, tuple) for row in rows for segment in row.request.prompt.segments)
     shared = 0
-    num_layers = model.config.get_text_config().num_hidden_layers
+    kinds = layer_kinds(model.config.get_text_config())
     max_new = max(row.max_tokens for row in rows)
     if plain:
         prompts = [row.request.prompt.ids for row in rows]
@@ -152,7 +152,7 @@ def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
         rests = [prompt[shared:] for prompt in prompts]
         lengths = [len(rest) for rest in rests]
         longest = max(lengths)
-        cache = PrefixCache(num_layers, longest + max_new)
+        cache = PrefixCache(kinds, longest + max_new)
         if shared:
             prefix_1P = torch.tensor([prompts[0][:shared]], device=device)
             model(input_ids=prefix_1P, **_cached(cache))
@@ -163,7 +163,7 @@ def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
         blocks = [_embed(policy, row.request) for row in rows]
         lengths = [block.shape[0] for block in blocks]
         longest = max(lengths)
-        cache = PrefixCache(num_layers, longest + max_new)
+        cache = PrefixCache(kinds, longest + max_new)
         inputs = {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True, padding_side="left")}
     mask_BL = torch.ones(len(rows), shared + longest, dtype=torch.long, device=device)
     for b, length in enumerate(lengths):

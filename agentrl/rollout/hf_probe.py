@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.hf_attention import LINEAR, layer_kinds
 from agentrl.rollout.hf_generate import HFPolicy, Row, prefill
 from agentrl.types import Key, Prompt, Request, Sampling
 
@@ -17,8 +18,8 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
     """The longest row whose prefix may be shared: 0 where the probe finds a difference.
 
     Left padding after a shared prefix moves tokens apart in the cache. A sliding window counts places in the cache,
-    so sharing is exact only while the whole row fits the window. Raises `ConfigError` for a model whose output
-    depends on left padding itself (recurrent layers): it cannot be batched here.
+    so sharing is exact only while the whole row fits the window; the states of linear attention cannot be shared.
+    Raises `ConfigError` for a model whose output depends on left padding itself: it cannot be batched here.
     """
     config = policy.model.config.get_text_config()
     window = config.to_dict().get("sliding_window")
@@ -35,7 +36,7 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
             f"{type(policy.model).__name__} does not compute the same with left padding, so it cannot be batched",
             "use engine.kind: vllm",
         )
-    if limit <= _SHARED + max(_RESTS):
+    if limit <= _SHARED + max(_RESTS) or LINEAR in layer_kinds(config):
         return 0
     shared_BV = _logits(policy, prompts, limit)
     return limit if float((shared_BV - alone_BV).abs().mean()) <= tolerance else 0

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.errors import ConfigError, RunFailedError
-from agentrl.rollout.hf_attention import ATTENTION, use_prefix_attention
+from agentrl.rollout.hf_attention import ATTENTION, LINEAR, layer_kinds, use_prefix_attention
 from agentrl.rollout.latent_attention import StepCache, step_attention
 from agentrl.rollout.latent_cache import LatentCache, PromptMemory
 from agentrl.types import Embeddings, LatentAction, Prompt
@@ -41,7 +41,7 @@ class Backbone:
 
     Freezes the model, puts it into eval mode, and takes its decoder stack (last state after the final norm) and its
     embedding module, which scales where the model does. Raises `ConfigError` for a model with its own gradient
-    checkpointing on: that drops the cache, and each latent step would see one token.
+    checkpointing on: that drops the cache, and each latent step would see one token; and for layers of an unknown kind.
     """
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
@@ -57,7 +57,7 @@ class Backbone:
         self.decoder: nn.Module = model.get_decoder()
         self.embeddings: nn.Module = model.get_input_embeddings()
         config = model.config.get_text_config()
-        self.num_layers = int(config.num_hidden_layers)
+        self.layer_kinds = layer_kinds(config)
         self.window = int(config.max_position_embeddings)
         sliding = config.to_dict().get("sliding_window")
         self.sliding_window = None if sliding is None else int(sliding)
@@ -158,13 +158,16 @@ def latent_rollout(
 ) -> Rollout:
     """m cached latent steps for every prompt, without gradients.
 
-    `memory` keeps the leading text of the same questions between rounds, so that it is computed once. Raises
+    `memory` keeps the leading text of the same questions between rounds, so that it is computed once (not for models
+    with linear attention, whose states cannot be cut back to it). Raises
     `ConfigError` for a prompt that is empty or does not fit the window, `RunFailedError` for a state that is not
     finite.
     """
     lengths = _check(backbone, prompts, steps)
     if steps == 0:
         return _finish(backbone, _no_states(backbone, len(prompts)), lengths, (0,) * len(prompts))
+    if LINEAR in backbone.layer_kinds:
+        memory = None
     kept = None if memory is None else memory.recall(prompts, backbone.device)
     if kept is not None and _gaps_break_window(backbone, lengths, kept.reused, kept.mask_BK, steps):
         kept = None
@@ -173,7 +176,7 @@ def latent_rollout(
     if kept is not None:
         mask_BL = torch.cat([kept.mask_BK, mask_BL], dim=1)
     width = mask_BL.shape[1]
-    cache = LatentCache(backbone.num_layers, 0) if kept is None else kept.cache
+    cache = LatentCache(backbone.layer_kinds, 0) if kept is None else kept.cache
     cache.cut(0 if kept is None else kept.mask_BK.shape[1], width + steps - 1)
     cached = {"past_key_values": cache, "prefix_cache": cache, "use_cache": True}
     states_BmD = _unroll(backbone, embeds_BRD, mask_BL, link, steps, cached, "full")
@@ -204,7 +207,7 @@ def latent_rollout_with_grad(
     embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
 
     def run(inputs_BLD: Tensor) -> Tensor:
-        cache = StepCache(backbone.num_layers)
+        cache = StepCache(backbone.layer_kinds)
         cached = {"past_key_values": cache, "step_cache": cache, "use_cache": True}
         with step_attention(backbone.decoder):
             return _unroll(backbone, inputs_BLD, mask_BL, link, steps, cached, gradient)

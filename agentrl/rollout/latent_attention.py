@@ -6,22 +6,26 @@ keys, kept once, and to those of the earlier steps; what is kept per step are it
 
     out = softmax([q K_prompt, q K_steps]) [V_prompt; V_steps]
 
-Exact up to rounding; the softmax runs in fp32. Shapes: B rows, H query heads, K key heads, G = H / K, L prompt length,
-S steps so far, D head size.
+Exact up to rounding; the softmax runs in fp32. Layers with linear attention carry their states on as new tensors,
+since a state that is overwritten has no backward pass.
+
+Shapes: B rows, H query heads, K key heads, G = H / K, L prompt length, S steps so far, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from agentrl.rollout.hf_attention import LINEAR
 
 STEP_ATTENTION = "agentrl_latent_steps"
 
@@ -49,9 +53,32 @@ class StepLayer(DynamicLayer):
         return (self.keys.shape[2] if self.is_initialized else 0) + len(self.step_keys)
 
 
+class StepStates(LinearAttentionLayer):
+    """A linear-attention layer's states, never overwritten: the stock layer copies into its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_past = True  # keeps the model off its fused step, which overwrites the convolution's state
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The convolution's input (B, C, new), after the columns that it must still see of the past."""
+        assert conv_kernel_size is not None
+        past = self.conv_states[state_idx]
+        whole = conv_states if past is None else torch.cat([past, conv_states], dim=-1)
+        self.conv_states[state_idx] = whole[..., -conv_kernel_size:]
+        self.has_previous_state[state_idx] = True
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
 class StepCache(Cache):
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[StepLayer() for _ in range(num_layers)])
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__(layers=[StepStates() if kind == LINEAR else StepLayer() for kind in kinds])
 
 
 @contextmanager

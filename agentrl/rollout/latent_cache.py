@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.rollout.hf_attention import PrefixCache
+from agentrl.rollout.hf_attention import PrefixCache, PrefixLayer
 from agentrl.types import Prompt
 
 
@@ -28,6 +28,9 @@ class LatentCache(PrefixCache):
     def cut(self, length: int, capacity: int) -> None:
         """Forget all columns from `length` on and make room for `capacity` in all."""
         for layer in self.layers:
+            if not isinstance(layer, PrefixLayer):
+                assert length == 0, "the state of a linear attention cannot be cut back"
+                continue
             layer.length = length
             layer.capacity = capacity
             if not layer.is_initialized or layer.keys.shape[2] >= capacity:
