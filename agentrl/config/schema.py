@@ -331,6 +331,9 @@ class BaseRecipe(Section):
     group_relative: ClassVar[bool] = True
     """Advantages compare the rollouts of one question, so a group needs at least two."""
 
+    text_budgets: ClassVar[bool] = True
+    """Agents keep to `max_prompt_tokens` and `max_response_tokens`, so these must fit their model's window."""
+
     method: str
     model: ModelConfig | None = None
     policies: dict[str, ModelConfig] = Field(default_factory=dict)
@@ -377,6 +380,11 @@ class BaseRecipe(Section):
         if self.launch.address is not None and self.engine.kind != "vllm":
             raise ValueError(f"launch.address: has no effect with engine.kind: {self.engine.kind}; leave it out")
         return self
+
+    @property
+    def questions_per_step(self) -> tuple[str, int]:
+        """How many questions a training step takes, behind the key that says so."""
+        return "rollout.questions_per_step", self.rollout.questions_per_step
 
     @property
     def policy_models(self) -> dict[str, ModelConfig]:

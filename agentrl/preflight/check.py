@@ -98,7 +98,7 @@ def _recipe(recipe: BaseRecipe) -> Iterator[Finding]:
     if recipe.optim.lr == 0:
         yield Finding("warning", "optim.lr", "0: no weight will change", "set optim.lr above 0")
     for name, agent in recipe.agents.items():
-        if agent.sampling.max_tokens > agent.max_response_tokens:
+        if recipe.text_budgets and agent.sampling.max_tokens > agent.max_response_tokens:
             message = f"{agent.sampling.max_tokens} is more than max_response_tokens ({agent.max_response_tokens})"
             fix = f"set agents.{name}.sampling.max_tokens to {agent.max_response_tokens} or less"
             yield Finding("warning", f"agents.{name}.sampling.max_tokens", message, fix)
@@ -237,7 +237,7 @@ def _window(recipe: BaseRecipe, policy: str, section: str, folder: Path) -> Iter
         message = f"{limit} is more than the {own} positions of {policy}'s model"
         yield Finding("error", "engine.max_model_len", message, f"set engine.max_model_len to {own} or less")
     window = min(value for value in (own, limit) if value) if own or limit else None
-    for name, agent in recipe.agents.items():
+    for name, agent in recipe.agents.items() if recipe.text_budgets else ():
         needed = agent.max_prompt_tokens + agent.max_response_tokens
         if window and agent.policy == policy and needed > window:
             parts = f"max_prompt_tokens {agent.max_prompt_tokens} + max_response_tokens {agent.max_response_tokens}"
@@ -302,9 +302,10 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
             continue
         loaded[key] = tasks
         yield Finding("info", f"{key}.path", f"{len(tasks)} tasks", "nothing to do")
-        if key == "data" and len(tasks) < recipe.rollout.questions_per_step:
-            message = f"{len(tasks)} tasks, fewer than rollout.questions_per_step ({recipe.rollout.questions_per_step})"
-            fix = f"set rollout.questions_per_step to {len(tasks)} or less, or name more data"
+        taken, number = recipe.questions_per_step
+        if key == "data" and len(tasks) < number:
+            message = f"{len(tasks)} tasks, fewer than {taken} ({number})"
+            fix = f"set {taken} to {len(tasks)} or less, or name more data"
             yield Finding("error", "data.path", message, fix, _DATA)
     shared = overlap(loaded.get("data", []), loaded.get("data.eval", []))
     if shared:

@@ -5,17 +5,35 @@ Source: "Recursive Multi-Agent Systems", arXiv 2604.25917; where text and releas
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.schema import AgentConfig, BaseRecipe, EngineConfig, RunConfig, SamplingConfig, Section
+from agentrl.config.schema import (
+    AgentConfig,
+    AlgorithmConfig,
+    BaseRecipe,
+    Beta,
+    EngineConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    Section,
+)
 from agentrl.recipes.recursivemas.graph import Edge, Graph
 from agentrl.recipes.recursivemas.prompts import slots_in
 from agentrl.recipes.recursivemas.styles import INSTRUCTIONS, STYLES, SYSTEM
 
 StyleName = Literal["sequential_light", "sequential_scaled", "mixture", "distillation", "deliberation", "custom"]
 LinkForm = Literal["ln_res", "ln", "paper", "two_layer_res", "two_layer", "one_layer_res", "one_layer"]
+OuterForm = Literal["rollout", "first_step", "teacher_forced"]
+Stage = Literal["inner", "outer"]
+GRADERS: Mapping[str, str] = MappingProxyType(
+    {"boxed": "math", "choice": "choice", "code": "code", "short": "exact_match"}
+)
 
 
 class EdgeConfig(Section):
@@ -43,6 +61,63 @@ class OfficialLinks(Section):
     task: Literal["math", "code"] = "math"
 
 
+class TrainConfig(Section):
+    """How links are trained: inner ones by cosine regression on text, outer ones by the answer after all rounds."""
+
+    stage: Literal["inner", "outer", "both"] = Field("outer", description="both: inner links first, in one run")
+    inner_steps: int | None = Field(None, ge=1, description="both: how many of run.steps train the inner links")
+    form: OuterForm = Field(
+        "rollout",
+        description="outer: gradient through all latent steps, through each rollout's first, or the released code's "
+        "states at known texts",
+    )
+    inner_too: bool = Field(False, description="outer: the inner links take the answer's gradient as well")
+    batch: int = Field(4, ge=1, description="questions per optimiser step")
+    micro_batch: int | None = Field(
+        None, ge=1, description="questions that go through the models together; gradients add up to the batch's"
+    )
+    round_weights: tuple[float, ...] | None = Field(
+        None, description="outer: weight of the answer's loss from each round's prompt; none: the last round alone"
+    )
+    mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
+    targets: dict[str, str] | None = Field(
+        None, description="agent -> the column with its known text, or answer; none: the style's columns where there"
+    )
+    template: str = Field("{answer}", description="the text that the decoder learns to write, around the answer")
+    max_text_tokens: int = Field(2048, ge=1, description="a longer known text is cut")
+    leak_probe: bool = Field(
+        False, description="train on answers drawn at random: a held-out loss below their entropy is a leak"
+    )
+
+    @model_validator(mode="after")
+    def _no_silent_options(self) -> TrainConfig:
+        if (self.inner_steps is None) == (self.stage == "both"):
+            what = "is needed" if self.stage == "both" else "has no effect"
+            raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
+        if self.stage == "inner":
+            silent = ("form", "inner_too", "round_weights", "leak_probe")
+        else:
+            silent = ("mse_weight",) if self.stage == "outer" else ()
+        for key in silent:
+            if self.turned(key):
+                raise ValueError(f"{key}: has no effect with stage: {self.stage}")
+        if self.targets is not None and self.stage == "outer" and self.form != "teacher_forced":
+            raise ValueError(f"targets: has no effect with form: {self.form}, which reads no known text")
+        if self.form == "teacher_forced" and self.micro_batch not in (None, 1):
+            raise ValueError("micro_batch: teacher_forced takes one question at a time; leave it out")
+        if self.template.count("{answer}") != 1:
+            raise ValueError("template: it must hold {answer} once")
+        if self.round_weights is not None and not any(self.round_weights):
+            raise ValueError("round_weights: all are 0, so nothing would be trained")
+        return self
+
+    def stage_of(self, step: int) -> Stage:
+        """What step `step` (from 1) trains."""
+        if self.stage == "both":
+            return "inner" if step <= (self.inner_steps or 0) else "outer"
+        return self.stage
+
+
 class RecursiveConfig(Section):
     """The method's own switches."""
 
@@ -65,6 +140,7 @@ class RecursiveConfig(Section):
         False, description="rescale link outputs to the receiver's mean token-embedding norm; off in released weights"
     )
     max_batch: int = Field(16, ge=1, description="questions that think together")
+    train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> RecursiveConfig:
@@ -82,6 +158,12 @@ class RecursiveConfig(Section):
             raise ValueError(f"roles.{unknown[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")
         for name in self.graph.agents:
             self._check_prompts(name)
+        weights = self.train.round_weights
+        if weights is not None and len(weights) != self.rounds:
+            raise ValueError(f"train.round_weights: {len(weights)} weights for {self.rounds} rounds")
+        odd = sorted(set(self.train.targets or ()) - set(self.graph.agents))
+        if odd:
+            raise ValueError(f"train.targets.{odd[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")
         if self.inner_form == "ln":
             raise ValueError("inner_form: ln is a form of outer links; use ln_res")
         if self.official is not None:
@@ -146,12 +228,39 @@ def _sampling() -> SamplingConfig:
     return SamplingConfig(temperature=0.6, top_p=0.95, max_tokens=2000)
 
 
+class LinkOptimConfig(OptimConfig):
+    """The published run's: AdamW, cosine to 0 after ten steps of warm-up, no decay."""
+
+    lr: float = Field(5e-4, ge=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(10, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    part_stats_every: int = Field(1, ge=0, description="gradient norm per recursion round every N steps; 0 is off")
+
+    @model_validator(mode="after")
+    def _no_rows(self) -> LinkOptimConfig:
+        for key in ("max_tokens_per_row", "logprob_chunk", "gradient_checkpointing", "share_prefix"):
+            if self.turned(key):
+                raise ValueError(
+                    f"{key}: has no effect; links are trained on whole questions, checkpointed per rollout"
+                )
+        return self
+
+
 class RecursiveRecipe(BaseRecipe):
     """A RecursiveMAS recipe. Models are frozen; agents that name one policy share one loaded model."""
 
+    group_relative: ClassVar[bool] = False
+    text_budgets: ClassVar[bool] = False
+
     method: Literal["recursivemas"]
     engine: EngineConfig = EngineConfig(kind="hf")
+    optim: LinkOptimConfig = LinkOptimConfig()
     run: RunConfig = RunConfig(steps=0, seed=42)
+    reward: str | None = Field(
+        None, description="grader of answers, by name or module:function; none: the one for recursivemas.answer"
+    )
     recursivemas: RecursiveConfig = RecursiveConfig()
 
     @model_validator(mode="before")
@@ -189,8 +298,8 @@ class RecursiveRecipe(BaseRecipe):
         for name, model in self.policy_models.items():
             if "mode" in model.model_fields_set and model.mode != "frozen":
                 raise ValueError(f"policies.{name}.mode: RecursiveMAS trains links only; models are frozen")
-        for key in ("algorithm", "rollout"):
-            if key in self.model_fields_set:
+        for key, default in (("algorithm", AlgorithmConfig()), ("rollout", RolloutConfig())):
+            if getattr(self, key) != default:
                 raise ValueError(f"{key}: has no effect; RecursiveMAS has no sampled groups and no advantages")
         if "eval_temperature" in self.run.model_fields_set:
             raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
@@ -199,6 +308,15 @@ class RecursiveRecipe(BaseRecipe):
         if self.engine.kind == "scripted":
             raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
         return self
+
+    @property
+    def questions_per_step(self) -> tuple[str, int]:
+        return "recursivemas.train.batch", self.recursivemas.train.batch
+
+    @property
+    def grader(self) -> str:
+        """The name of the reward: the recipe's, or the one that reads the form of answer that was asked for."""
+        return self.reward or GRADERS[self.recursivemas.answer]
 
     @property
     def decoder(self) -> AgentConfig:

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
-from agentrl.recipes.recursivemas.recursion import Agent, Send, System, Think, run_rounds
+from agentrl.recipes.recursivemas.recursion import Agent, Send, Stage, System, Think, run_rounds
 from agentrl.rollout.latent import Backbone, Rollout, latent_rollout, latent_rollout_with_grad
 from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
 from agentrl.types import Embeddings, Prompt, Task
@@ -83,10 +83,13 @@ class RoundGradients:
 @dataclass(frozen=True, slots=True)
 class OuterLoss:
     """`loss` to differentiate; `by_round[r - 1]` the answer's mean cross-entropy from the decoder's prompt of round r,
-    None where it was not asked for."""
+    None where it was not asked for. `stages`: what was thought on the way; `read` the positions of the decoder's
+    forwards over prompt and answer, all questions together."""
 
     loss: Tensor
     by_round: tuple[Tensor | None, ...]
+    stages: tuple[Stage, ...] = ()
+    read: int = 0
 
 
 def outer_loss(
@@ -125,7 +128,7 @@ def outer_loss(
     asked.append(out.prompts)
     backbone = system.agents[decoder].backbone
     by_round: list[Tensor | None] = []
-    total = torch.zeros((), device=backbone.device)
+    total, read = torch.zeros((), device=backbone.device), 0
     for weight, prompts in zip(weights, asked, strict=True):
         if weight == 0.0:
             by_round.append(None)
@@ -134,7 +137,8 @@ def outer_loss(
         loss = text_loss(text_logprobs(backbone, states), states)
         by_round.append(loss)
         total = total + weight * loss
-    return OuterLoss(total, tuple(by_round))
+        read += sum(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    return OuterLoss(total, tuple(by_round), out.stages, read)
 
 
 def sender_with_grad(system: System, gradients: RoundGradients | None = None) -> Send:
