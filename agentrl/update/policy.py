@@ -72,7 +72,10 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 class Policy:
-    """Weights that agents sample from and that updates change. `version` counts applied updates."""
+    """Weights that agents sample from and that updates change. `version` counts applied updates.
+
+    A `follower` is a trainer rank's replica: it sums gradients and takes weights, but holds no masters and never steps.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Policy:
         total_steps: int,
         train_under_grammar: bool,
         device: torch.device | str = "cpu",
+        follower: bool = False,
     ) -> None:
         self.name, self.folder, self.config, self.optim = name, folder, config, optim
         self.total_steps = total_steps
@@ -112,11 +116,13 @@ class Policy:
         self._compute = dict(self.model.named_parameters())
         self.publish()
         self.grads: dict[str, Tensor] = {n: torch.zeros_like(m) for n, m in self.masters.items()}
-        for n in self.masters:
+        if follower:
+            self.masters = {}
+        for n in self.grads:
             self._compute[n].register_post_accumulate_grad_hook(self._collect(n))
         if optim.gradient_checkpointing and trainable:
             _checkpoint_layers(self.model)
-        self.optimizer = _adamw(self.masters, optim) if trainable else None
+        self.optimizer = _adamw(self.masters, optim) if self.masters else None
         head = self.model.get_output_embeddings().weight
         self.scorer = Scorer.for_folder(
             self.model,
@@ -125,7 +131,7 @@ class Policy:
             capacity=optim.max_tokens_per_row,
             chunk=optim.logprob_chunk,
             train_under_grammar=train_under_grammar,
-            head_sink=next((self.grads[n] for n in self.masters if self._compute[n] is head), None),
+            head_sink=next((grad for n, grad in self.grads.items() if self._compute[n] is head), None),
         )
 
     @property
@@ -184,6 +190,10 @@ class Policy:
         """Copy the masters into the compute weights."""
         for name, master in self.masters.items():
             self._compute[name].copy_(master)
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """The compute weights that updates change, by parameter name; the names and order of `grads`."""
+        return {n: self._compute[n].detach() for n in self.grads}
 
     def broken_weight(self) -> str | None:
         """The first parameter that holds a value that is not finite."""
