@@ -18,6 +18,13 @@ from agentrl.errors import ConfigError, RunFailedError
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
+def home() -> Path:
+    """`$AGENTRL_HOME`, or `~/.cache/agentrl`: prepared models and data sets. Read at each call, so that a test may set
+    it."""
+    configured = os.environ.get("AGENTRL_HOME")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "agentrl"
+
+
 def encode(value: Any) -> bytes:
     """One line of JSON without its newline. NaN and infinities become null; numpy and torch scalars become numbers."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,13 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import MissingError
-from agentrl.files import refused, sync_tree
+from agentrl.files import home, refused, sync_tree
 
-
-def home() -> Path:
-    """`$AGENTRL_HOME`, or `~/.cache/agentrl`. Read at each call, so that a test may set it."""
-    configured = os.environ.get("AGENTRL_HOME")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "agentrl"
+__all__ = ["home", "install_folder"]
 
 
 def install_folder(dest: Path, make: Callable[[Path], None]) -> Path:
