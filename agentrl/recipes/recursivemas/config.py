@@ -31,6 +31,8 @@ StyleName = Literal["sequential_light", "sequential_scaled", "mixture", "distill
 LinkForm = Literal["ln_res", "ln", "paper", "two_layer_res", "two_layer", "one_layer_res", "one_layer"]
 OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Stage = Literal["inner", "outer"]
+Control = Literal["single", "text", "none", "zero", "shuffled"]
+CONTROLS: tuple[Control, ...] = ("single", "text", "none", "zero", "shuffled")
 GRADERS: Mapping[str, str] = MappingProxyType(
     {"boxed": "math", "choice": "choice", "code": "code", "short": "exact_match"}
 )
@@ -118,6 +120,21 @@ class TrainConfig(Section):
         return self.stage
 
 
+class TextTeamConfig(Section):
+    """The control `text`: the same graph and prompts, with written messages in the slots (Recursive-TextMAS)."""
+
+    max_tokens: int | None = Field(
+        None, ge=1, description="tokens of one message at most; none: the writer's own sampling.max_tokens"
+    )
+    exact: bool = Field(False, description="every message has max_tokens tokens: no end of text is sampled before")
+
+    @model_validator(mode="after")
+    def _exact_needs_a_length(self) -> TextTeamConfig:
+        if self.exact and self.max_tokens is None:
+            raise ValueError("exact: has no effect without max_tokens; set max_tokens too")
+        return self
+
+
 class RecursiveConfig(Section):
     """The method's own switches."""
 
@@ -141,6 +158,13 @@ class RecursiveConfig(Section):
     )
     max_batch: int = Field(16, ge=1, description="questions that think together")
     train: TrainConfig = TrainConfig()
+    decodes: int = Field(1, ge=1, description="eval: answers sampled from each question's latents; pass@k counts any")
+    controls: Literal["all"] | tuple[Control, ...] = Field(
+        (),
+        description="eval: the same questions answered by the decoder alone, by a text team, with empty slots, with "
+        "blocks of zeros, with blocks of other questions",
+    )
+    text_team: TextTeamConfig = TextTeamConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> RecursiveConfig:
@@ -164,6 +188,10 @@ class RecursiveConfig(Section):
         odd = sorted(set(self.train.targets or ()) - set(self.graph.agents))
         if odd:
             raise ValueError(f"train.targets.{odd[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")
+        if len(set(self.chosen_controls)) < len(self.chosen_controls):
+            raise ValueError("controls: a name stands there twice")
+        if self.text_team != TextTeamConfig() and "text" not in self.chosen_controls:
+            raise ValueError("text_team: has no effect without the control text; add it to controls")
         if self.inner_form == "ln":
             raise ValueError("inner_form: ln is a form of outer links; use ln_res")
         if self.official is not None:
@@ -197,6 +225,10 @@ class RecursiveConfig(Section):
         if set(official.inner) != set(self.graph.agents):
             odd = sorted(set(official.inner) ^ set(self.graph.agents))[0]
             raise ValueError(f"official.inner.{odd}: name one folder for each of {', '.join(self.graph.agents)}")
+
+    @property
+    def chosen_controls(self) -> tuple[Control, ...]:
+        return CONTROLS if self.controls == "all" else self.controls
 
     @property
     def graph(self) -> Graph:
@@ -305,6 +337,8 @@ class RecursiveRecipe(BaseRecipe):
             raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
         if self.run.save_prompt_ids:
             raise ValueError("run.save_prompt_ids: prompts hold latents, which have no ids")
+        if self.recursivemas.decodes > 1 and self.decoder.sampling.temperature == 0:
+            raise ValueError("recursivemas.decodes: greedy answers are all the same; raise the decoder's temperature")
         if self.engine.kind == "scripted":
             raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
         return self
