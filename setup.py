@@ -1,4 +1,5 @@
-"""The one build step that pyproject.toml cannot say: `recipes/**/*.yaml` travel in the wheel as `agentrl/shipped/`."""
+"""The one build step that pyproject.toml cannot say: the recipes and the links among them travel in the wheel as
+`agentrl/shipped/`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class BuildWithRecipes(build_py):
 
     def _recipes(self) -> list[tuple[str, str]]:
         shipped = Path(self.build_lib) / "agentrl" / "shipped"
-        files = sorted(Path("recipes").rglob("*.yaml"))
+        files = sorted(
+            file
+            for pattern in ("*.yaml", "links/*/*.safetensors", "links/*/*.json")
+            for file in Path("recipes").rglob(pattern)
+        )
         return [(str(file), str(shipped / file.relative_to("recipes"))) for file in files]
 
 

@@ -1,4 +1,4 @@
-"""The recipes that come with the package, by path or by name.
+"""The recipes and trained links that come with the package, by path or by name.
 
 In a source tree they lie in `recipes/` beside the package, in a wheel in `agentrl/shipped/`.
 """
@@ -26,6 +26,12 @@ def shipped_recipes() -> dict[str, Path]:
     folder = shipped_folder()
     files = sorted(folder.rglob("*.yaml")) if folder.is_dir() else []
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def shipped_links() -> dict[str, Path]:
+    """Name -> folder of trained links (`*.safetensors`, and `provenance.json` that says how they were made)."""
+    folder = shipped_folder() / "links"
+    return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()} if folder.is_dir() else {}
 
 
 def shipped_name(text: str) -> str:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -63,8 +64,15 @@ class LinkSpec:
         return OuterLink(self.dim_in, self.dim_out, self.form, target_norm=self.target_norm)
 
 
-def save_link(link: Link, path: Path, spec: LinkSpec, dtype: StoredDtype = "float32") -> None:
-    """Write one link. `.pt` is the official layout, `.safetensors` ours with the metadata of `spec`."""
+def save_link(
+    link: Link,
+    path: Path,
+    spec: LinkSpec,
+    dtype: StoredDtype = "float32",
+    training: Mapping[str, Any] | None = MappingProxyType({}),
+) -> None:
+    """Write one link. `.pt` is the official layout, `.safetensors` ours with the metadata of `spec` and `training`:
+    how it was trained, None for random weights."""
     state = {
         name: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
         for name, tensor in link.state_dict().items()
@@ -73,7 +81,8 @@ def save_link(link: Link, path: Path, spec: LinkSpec, dtype: StoredDtype = "floa
         torch.save(state, path)
         return
     assert path.suffix == ".safetensors", f"{path}: links are stored as .pt or .safetensors"
-    save_file(state, path, {key: json.dumps(value) for key, value in _metadata(spec).items()})
+    metadata = {**_metadata(spec), "training": None if training is None else dict(training)}
+    save_file(state, path, {key: json.dumps(value) for key, value in metadata.items()})
 
 
 def load_link(path: Path, spec: LinkSpec) -> Link:
@@ -129,6 +138,26 @@ def read_state(path: Path, spec: LinkSpec | None = None) -> dict[str, Tensor]:
     if odd:
         raise DataError(f"{path} holds {odd[0]!r}, which is no tensor", "a link file is a plain dict of tensors")
     return dict(state)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What one of our files says about itself, read from its first bytes; no tensor is loaded. `training` is None for
+    random weights, and empty where nobody said. Raises `MissingError` and `DataError`."""
+    if not path.is_file():
+        raise MissingError(f"there is no link file {path}", "train the links, or name the folder that holds them")
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size < 1 << 24 else {}
+        found = {key: json.loads(value) for key, value in header.get("__metadata__", {}).items()}
+    except (ValueError, AttributeError, TypeError):
+        raise DataError(f"{path} is no link file of ours", "write links with agentrl, or use a .pt file") from None
+    return {"training": {}, **found}
+
+
+def check_metadata(path: Path, spec: LinkSpec) -> None:
+    """The same checks of a file's metadata as `load_link` makes, without its tensors."""
+    _check_metadata(path, {key: json.dumps(value) for key, value in read_metadata(path).items()}, spec)
 
 
 def _metadata(spec: LinkSpec) -> dict[str, Any]:

@@ -6,12 +6,14 @@ norm matching, so links of another system are refused. Official folders are read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from agentrl.config.shipped import shipped_links
 from agentrl.errors import ConfigError, DataError, MissingError
 from agentrl.recipes.recursivemas.config import OfficialLinks, RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
@@ -23,6 +25,7 @@ from agentrl.update.link_files import (
     load_link,
     official_inner_file,
     official_outer_files,
+    read_metadata,
     save_link,
 )
 from agentrl.update.links import InnerLink, Link, OuterLink, mean_token_norm
@@ -30,17 +33,53 @@ from agentrl.update.links import InnerLink, Link, OuterLink, mean_token_norm
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Inner links by agent, outer links by edge, and what each is. `trained` is False for random weights."""
+    """Inner links by agent, outer links by edge, and what each is.
+
+    `training` says how each link was trained, by its name (`inner_name`, `outer_name`): None for random weights.
+    """
 
     inner: Mapping[str, InnerLink]
     outer: Mapping[Edge, OuterLink]
     inner_specs: Mapping[str, LinkSpec]
     outer_specs: Mapping[Edge, LinkSpec]
-    trained: bool
+    training: Mapping[str, Mapping[str, Any] | None]
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        return tuple(name for name, how in self.training.items() if how is None)
+
+    @property
+    def trained(self) -> bool:
+        """Whether every link is."""
+        return not self.untrained
+
+    @property
+    def by_name(self) -> dict[str, Link]:
+        return {
+            **{inner_name(agent): link for agent, link in self.inner.items()},
+            **{outer_name(edge): link for edge, link in self.outer.items()},
+        }
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.numel() for link in (*self.inner.values(), *self.outer.values()) for p in link.parameters())
+        return sum(self.parameter_counts.values())
+
+    @property
+    def parameter_counts(self) -> dict[str, int]:
+        """Per link, by name."""
+        return {name: sum(p.numel() for p in link.parameters()) for name, link in self.by_name.items()}
+
+    def after(self, names: Iterable[str], how: Mapping[str, Any]) -> Links:
+        """The same links, of which those named were trained so."""
+        return replace(self, training={**self.training, **dict.fromkeys(names, how)})
+
+
+def inner_name(agent: str) -> str:
+    return f"inner-{agent}"
+
+
+def outer_name(edge: Edge) -> str:
+    return f"outer-{edge.name}"
 
 
 def specs_for(
@@ -74,51 +113,68 @@ def new_links(config: RecursiveConfig, backbones: Mapping[str, Backbone], seed: 
     inner, outer = specs_for(config, backbones)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _links(
-            {a: s.build() for a, s in inner.items()}, {e: s.build() for e, s in outer.items()}, inner, outer, False
-        )
+        built = {a: s.build() for a, s in inner.items()}, {e: s.build() for e, s in outer.items()}
+    return _links(*built, inner, outer, dict.fromkeys((*map(inner_name, inner), *map(outer_name, outer))))
 
 
-def open_links(config: RecursiveConfig, backbones: Mapping[str, Backbone], *, seed: int, runs: str) -> Links:
-    """The links that the recipe names.
+def open_links(
+    config: RecursiveConfig, backbones: Mapping[str, Backbone], *, seed: int, runs: str, allow_untrained: bool = False
+) -> Links:
+    """The links that the recipe names; new ones where it names none.
 
-    Raises `ConfigError` where it names none and `allow_untrained` is off, `MissingError` for files that are not there,
-    and `DataError` for links of other models.
+    Raises `ConfigError` for untrained ones where neither the recipe nor the caller allows them, `MissingError` for
+    files that are not there, and `DataError` for links of other models.
     """
+    allowed = allow_untrained or config.allow_untrained
     if config.links is None and config.official is None:
-        if not config.allow_untrained:
-            raise ConfigError(
-                "recursivemas.links: no trained links are named, and untrained ones carry nothing",
-                "name a folder or a run with links, or set recursivemas.allow_untrained=true",
-            )
+        if not allowed:
+            raise refused_untrained("no trained links are named")
         return new_links(config, backbones, seed)
     inner, outer = specs_for(config, backbones)
+    training: dict[str, Mapping[str, Any] | None]
     if config.official is not None:
         inner_files, outer_files = _official_files(config.official, outer)
+        how = {"official": config.official.task}
+        training = dict.fromkeys((*map(inner_name, inner), *map(outer_name, outer)), how)
     else:
         folder = links_folder(config.links or "", runs)
-        inner_files = {agent: folder / f"inner-{agent}.safetensors" for agent in inner}
-        outer_files = {edge: folder / f"outer-{edge.name}.safetensors" for edge in outer}
-    return _links(
+        inner_files = {agent: file_in(folder, inner_name(agent)) for agent in inner}
+        outer_files = {edge: file_in(folder, outer_name(edge)) for edge in outer}
+        training = {p.stem: read_metadata(p)["training"] for p in (*inner_files.values(), *outer_files.values())}
+    links = _links(
         {agent: load_link(inner_files[agent], spec) for agent, spec in inner.items()},
         {edge: load_link(outer_files[edge], spec) for edge, spec in outer.items()},
         inner,
         outer,
-        True,
+        training,
+    )
+    if links.untrained and not allowed:
+        raise refused_untrained(f"{config.links}: {', '.join(links.untrained)} hold random weights")
+    return links
+
+
+def refused_untrained(why: str) -> ConfigError:
+    return ConfigError(
+        f"recursivemas.links: {why}, and untrained links carry nothing",
+        "name a folder or a run with trained links (--links), or give --allow-untrained",
     )
 
 
 def save_links(links: Links, folder: Path, dtype: StoredDtype = "float32") -> None:
     """Write every link into `folder`, which is made where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    for agent, link in links.inner.items():
-        save_link(link, folder / f"inner-{agent}.safetensors", links.inner_specs[agent], dtype)
-    for edge, outer in links.outer.items():
-        save_link(outer, folder / f"outer-{edge.name}.safetensors", links.outer_specs[edge], dtype)
+    specs = {inner_name(a): spec for a, spec in links.inner_specs.items()}
+    specs |= {outer_name(e): spec for e, spec in links.outer_specs.items()}
+    for name, link in links.by_name.items():
+        save_link(link, file_in(folder, name), specs[name], dtype, links.training[name])
+
+
+def file_in(folder: Path, name: str) -> Path:
+    return folder / f"{name}.safetensors"
 
 
 def links_folder(name: str, runs: str) -> Path:
-    """A folder of links, or the newest whole checkpoint of a run (RUN, RUN@step)."""
+    """A folder of links, the newest whole checkpoint of a run (RUN, RUN@step), or links that come with the package."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "checkpoints").is_dir():
         return path
@@ -134,7 +190,14 @@ def links_folder(name: str, runs: str) -> Path:
                 return found / "links"
             wanted = "checkpoint" if number is None else f"checkpoint of step {number}"
             raise MissingError(f"{candidate} has no whole {wanted} with links", "name another step, or train first")
-    raise MissingError(f"there is no folder or run {name!r} with links", "name a folder of link files, or a run")
+    shipped = shipped_links()
+    if name in shipped:
+        return shipped[name]
+    come = f"; the package comes with {', '.join(shipped)}" if shipped else ""
+    raise MissingError(
+        f"recursivemas.links: there is no folder or run {name!r} with links",
+        f"name a folder of link files, or a run{come}",
+    )
 
 
 def _official_files(
@@ -162,12 +225,12 @@ def _links(
     outer: Mapping[Edge, Link],
     inner_specs: Mapping[str, LinkSpec],
     outer_specs: Mapping[Edge, LinkSpec],
-    trained: bool,
+    training: Mapping[str, Mapping[str, Any] | None],
 ) -> Links:
     return Links(
         {a: link for a, link in inner.items() if isinstance(link, InnerLink)},
         {e: link for e, link in outer.items() if isinstance(link, OuterLink)},
         inner_specs,
         outer_specs,
-        trained,
+        training,
     )

@@ -26,8 +26,8 @@ class Loaded:
     policies: Mapping[str, HFPolicy]
 
 
-def load_system(recipe: RecursiveRecipe, links: Links | None = None) -> Loaded:
-    """Load what the recipe names. `links` replaces those of the recipe.
+def load_system(recipe: RecursiveRecipe, links: Links | None = None, *, allow_untrained: bool = False) -> Loaded:
+    """Load what the recipe names. `links` replaces those of the recipe; with `allow_untrained` they may be random.
 
     Raises `MissingError` for models and links that are not there, `DataError` for links of other models, and
     `ConfigError` for a model that cannot think in latents.
@@ -48,7 +48,9 @@ def load_system(recipe: RecursiveRecipe, links: Links | None = None) -> Loaded:
         name: (folders[agent.policy], recipe.policy_models[agent.policy].dtype) for name, agent in recipe.agents.items()
     }
     by_agent = {name: backbones[places[name]] for name in config.graph.agents}
-    opened = links or open_links(config, by_agent, seed=recipe.run.seed, runs=recipe.run.dir)
+    opened = links or open_links(
+        config, by_agent, seed=recipe.run.seed, runs=recipe.run.dir, allow_untrained=allow_untrained
+    )
     agents = {}
     for name, backbone in by_agent.items():
         link = opened.inner[name].to(backbone.device).requires_grad_(False)

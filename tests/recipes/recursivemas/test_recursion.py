@@ -222,6 +222,9 @@ def test_t17_thinking_leaves_models_and_links_as_they_were(make_system):
 def test_t22_links_are_saved_found_again_and_refused_for_another_system(make_recipe, make_system, tmp_path):
     _, loaded = make_system()
     save_links(loaded.links, tmp_path / "links")
+    with pytest.raises(ConfigError, match=r"links: inner-planner, .* hold random weights"):
+        load_system(make_recipe(links=str(tmp_path / "links"), allow_untrained=False))
+    save_links(loaded.links.after(loaded.links.by_name, {"stage": "outer"}), tmp_path / "links")
     again = load_system(make_recipe(links=str(tmp_path / "links"), allow_untrained=False))
     assert again.links.trained
     assert all(checksum(again.links.outer[e]) == checksum(link) for e, link in loaded.links.outer.items())
