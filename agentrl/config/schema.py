@@ -27,13 +27,48 @@ class Section(BaseModel):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
+class LoraConfig(Section):
+    """A low-rank adapter (arXiv 2106.09685): W x becomes W x + (alpha / rank) B A x, and A and B alone are trained.
+
+    B begins at 0, so training begins at the model itself. There is no dropout: the trainer would then score other
+    log-probabilities than those that were sampled.
+    """
+
+    rank: int = Field(16, ge=1, le=512)
+    alpha: int = Field(32, ge=1, description="the adapter's output is scaled by alpha / rank")
+    target_modules: tuple[str, ...] | None = Field(
+        None, min_length=1, description="last names of the linear layers that get an adapter; none: all but the head"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_dropout(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "dropout" in values:
+            raise ValueError("dropout: training would score other log-probabilities than were sampled; leave it out")
+        return values
+
+
 class ModelConfig(Section):
     """A policy's model: a hub id, a folder, or an embedded name (`smollm2-135m`, `tiny-llama`, ...)."""
 
     name: str
     checkpoint: str | None = Field(None, description="a run, run@step or folder whose weights replace the model's own")
-    mode: Literal["full", "frozen"] = Field("full", description="full weights are trained, or none are")
+    mode: Literal["full", "lora", "frozen"] = Field(
+        "full", description="all weights are trained, an adapter on weights that policies of one model share, or none"
+    )
+    lora: LoraConfig | None = Field(None, description="mode lora; none: an adapter of rank 16 on every linear layer")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute dtype; master weights are float32")
+
+    @model_validator(mode="after")
+    def _no_silent_options(self) -> ModelConfig:
+        if self.lora is not None and self.mode != "lora":
+            raise ValueError(f"lora: has no effect with mode: {self.mode}; set mode: lora, or leave it out")
+        return self
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """The adapter that is trained, if one is."""
+        return (self.lora or LoraConfig()) if self.mode == "lora" else None
 
 
 class SamplingConfig(Section):

@@ -18,16 +18,18 @@ from torch import Tensor
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError, DivergedError
 from agentrl.models import load_model
+from agentrl.models.lora import load_into, read_config
 from agentrl.update.batch import Layout
 from agentrl.update.parts import global_norm
-from agentrl.update.probe import choose_layout, head_gap
+from agentrl.update.probe import HEAD_GAP, choose_layout, head_gap
 from agentrl.update.scorer import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from agentrl.update.backbone import Backbone
+
 MAX_BROKEN_STEPS = 3
-HEAD_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Policy:
     """Weights that agents sample from and that updates change. `version` counts applied updates.
 
     A `follower` is a trainer rank's replica: it sums gradients and takes weights, but holds no masters and never steps.
+    With a `backbone` the policy is an adapter on it, drawn from `seed` or taken from the folder `start`, or, where it
+    is frozen and has no `start`, the bare model; weights, gradients and moments are then the adapter's alone.
     """
 
     def __init__(
@@ -88,39 +92,31 @@ class Policy:
         train_under_grammar: bool,
         device: torch.device | str = "cpu",
         follower: bool = False,
+        backbone: Backbone | None = None,
+        start: Path | None = None,
+        seed: int = 0,
     ) -> None:
         self.name, self.folder, self.config, self.optim = name, folder, config, optim
         self.total_steps = total_steps
         self.version = 0
         self.optimizer_steps = 0
         self.broken_steps = 0
-        exact = load_model(folder, "float32", attn_implementation="sdpa").to(device)
-        self.layout: Layout
-        self.layout, self.parity = choose_layout(exact, share_prefix=optim.share_prefix)
-        gap = head_gap(exact)
-        if not gap <= HEAD_GAP:
-            raise ConfigError(
-                f"{folder.name}: the chunked head differs from the model's own logits by {gap:.1e}",
-                "use a model whose logits are a linear head with optional scale and soft cap",
-            )
-        trainable = config.mode != "frozen"
-        in_fp32 = config.dtype == "float32"
+        self.backbone = backbone
+        self.adapter: str | None = None
         self.masters: dict[str, Tensor] = {}
-        if trainable:
-            self.masters = {n: p.detach().clone() if in_fp32 else p.detach() for n, p in exact.named_parameters()}
-        # Loaded anew, never converted: `Module.to(bfloat16)` would round the rotary frequencies too, which engines
-        # keep in fp32, and turn positions beyond about a hundred into other ones.
-        self.model = exact if in_fp32 else load_model(folder, config.dtype, attn_implementation="sdpa").to(device)
-        del exact
-        self.model.requires_grad_(trainable)
-        self._compute = dict(self.model.named_parameters())
+        self.layout: Layout
+        self._compute: dict[str, torch.nn.Parameter] = {}
+        if backbone is None:
+            self._load(device)
+        else:
+            self._adapt(backbone, start, seed)
         self.publish()
         self.grads: dict[str, Tensor] = {n: torch.zeros_like(m) for n, m in self.masters.items()}
         if follower:
             self.masters = {}
         for n in self.grads:
             self._compute[n].register_post_accumulate_grad_hook(self._collect(n))
-        if optim.gradient_checkpointing and trainable:
+        if optim.gradient_checkpointing and config.mode != "frozen":
             _checkpoint_layers(self.model)
         self.optimizer = _adamw(self.masters, optim) if self.masters else None
         head = self.model.get_output_embeddings().weight
@@ -132,7 +128,51 @@ class Policy:
             chunk=optim.logprob_chunk,
             train_under_grammar=train_under_grammar,
             head_sink=next((grad for n, grad in self.grads.items() if self._compute[n] is head), None),
+            adapted=None if backbone is None else backbone.adapted,
+            adapter=self.adapter,
         )
+
+    def _load(self, device: torch.device | str) -> None:
+        """Weights of the policy's own."""
+        folder, config = self.folder, self.config
+        exact = load_model(folder, "float32", attn_implementation="sdpa").to(device)
+        self.layout, self.parity = choose_layout(exact, share_prefix=self.optim.share_prefix)
+        gap = head_gap(exact)
+        if not gap <= HEAD_GAP:
+            raise ConfigError(
+                f"{folder.name}: the chunked head differs from the model's own logits by {gap:.1e}",
+                "use a model whose logits are a linear head with optional scale and soft cap",
+            )
+        trainable = config.mode != "frozen"
+        in_fp32 = config.dtype == "float32"
+        if trainable:
+            self.masters = {n: p.detach().clone() if in_fp32 else p.detach() for n, p in exact.named_parameters()}
+        # Loaded anew, never converted: `Module.to(bfloat16)` would round the rotary frequencies too, which engines
+        # keep in fp32, and turn positions beyond about a hundred into other ones.
+        self.model = exact if in_fp32 else load_model(folder, config.dtype, attn_implementation="sdpa").to(device)
+        del exact
+        self.model.requires_grad_(trainable)
+        self._compute = dict(self.model.named_parameters())
+
+    def _adapt(self, backbone: Backbone, start: Path | None, seed: int) -> None:
+        """The policy's adapter on the model that it shares, if it has one."""
+        self.layout, self.parity, self.model = backbone.layout, backbone.parity, backbone.model
+        trained = self.config.adapter
+        lora = trained if trained is not None or start is None else read_config(start)[0]
+        if lora is None:
+            return
+        adapted = backbone.adapted
+        self.adapter = self.name if trained else f"{self.name} (frozen)"
+        self._compute = dict(adapted.add(self.adapter, lora, seed=seed, trained=trained is not None))
+        exact = {n: p.detach().float().clone() for n, p in self._compute.items()}
+        if start is not None:
+            load_into(exact, start, lora)
+        with torch.no_grad():
+            for name, parameter in self._compute.items():
+                parameter.copy_(exact[name])
+        if trained:
+            self.masters = exact
+            adapted.use(self.adapter)  # a gradient's hook is refused by a parameter that takes none
 
     @property
     def trainable(self) -> bool:

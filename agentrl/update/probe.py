@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PARITY = 1e-5
+HEAD_GAP = 1e-3
 _VOCAB = 160
 _WINDOW = 6  # shorter than the samples, so that a layout that forgets the window shows
 

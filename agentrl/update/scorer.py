@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.grammar import GrammarFactory
+from agentrl.models.lora import AdaptedModel
 from agentrl.types import CreditedSample, Grammar, Sample, ScoredSample
 from agentrl.update.batch import Layout, TrainBatch, pack
 from agentrl.update.logprobs import Head, TokenLogprobs, token_logprobs
@@ -54,7 +55,10 @@ def model_mask(model: PreTrainedModel, batch: TrainBatch) -> Tensor | dict[str, 
 
 
 class Scorer:
-    """A causal model, how its rows are laid out, and the grammar sets its constrained tokens are scored under."""
+    """A causal model, how its rows are laid out, and the grammar sets its constrained tokens are scored under.
+
+    Of a model that others share (`adapted`) it uses one `adapter`, or none.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,8 @@ class Scorer:
         grammar: GrammarFactory | None,
         train_under_grammar: bool,
         head_sink: Tensor | None = None,
+        adapted: AdaptedModel | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.model = model
         self.head = head_of(model, head_sink)
@@ -74,6 +80,7 @@ class Scorer:
         self.chunk = chunk
         self._grammar = grammar
         self._train_under_grammar = train_under_grammar
+        self._adapted, self._adapter = adapted, adapter
 
     @classmethod
     def for_folder(cls, model: PreTrainedModel, folder: Path, **options: object) -> Scorer:
@@ -89,7 +96,22 @@ class Scorer:
         return pack(credited, capacity=self.capacity, layout=self.layout, allowed_sets=sets, device=self.device)
 
     def logprobs(self, batch: TrainBatch) -> TokenLogprobs:
-        """Log-probabilities of the batch's N trained tokens, with gradient where autograd is on."""
+        """Log-probabilities of the batch's N trained tokens, with gradient where autograd is on.
+
+        On a shared model, a call without gradient leaves the adapter in use as it was: a backward pass that is still to
+        come may compute its layers again.
+        """
+        if self._adapted is None:
+            return self._logprobs(batch)
+        before = self._adapted.active
+        self._adapted.use(self._adapter)
+        try:
+            return self._logprobs(batch)
+        finally:
+            if not torch.is_grad_enabled():
+                self._adapted.use(before)
+
+    def _logprobs(self, batch: TrainBatch) -> TokenLogprobs:
         output = self.model.base_model(
             input_ids=batch.ids_BT,
             position_ids=batch.positions_BT,
