@@ -61,12 +61,18 @@ def _is_score(value: Any) -> bool:
 
 
 def _score(block: Mapping[str, Any]) -> str:
-    """`0.640 (128/200, 95% interval 0.571 to 0.703)`."""
+    """`0.640 (128/200, 95% interval 0.571 to 0.703)`; `6.31 (n 200, ...)` where scores are not just right or wrong."""
     if block["score"] is None:
         return f"no score ({block['missing']} missing)"
     missing = f", {block['missing']} missing" if block.get("missing") else ""
     interval = f"95% interval {block['low']:.3f} to {block['high']:.3f}"
-    return f"{block['score']:.3f} ({block['k']}/{block['n']}, {interval}{missing})"
+    counted = f"{block['k']}/{block['n']}" if _right_or_wrong(block) else f"n {block['n']}"
+    return f"{block['score']:.3f} ({counted}, {interval}{missing})"
+
+
+def _right_or_wrong(block: Mapping[str, Any]) -> bool:
+    """Whether the mean is k of n: then every score is 0 or 1, whether or not the items are still there."""
+    return abs(block["score"] * block["n"] - block["k"]) < 1e-6
 
 
 def _rise(block: Mapping[str, Any]) -> str:
