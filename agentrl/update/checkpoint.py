@@ -1,7 +1,7 @@
 """Policies on disk: safetensors and JSON only, so loading runs no code.
 
-A policy's folder is a plain Hugging Face folder (fp32 master weights, config, tokenizer) plus the optimiser's moments
-and counters, from which training goes on bit for bit.
+A policy's folder is a plain Hugging Face folder (fp32 master weights, config, tokenizer) or an adapter's in peft's
+form, plus the optimiser's moments and counters, from which training goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from agentrl.errors import DataError
+from agentrl.models import lora
 from agentrl.update.policy import Policy
 
 MODEL_FILES = (
@@ -34,11 +35,10 @@ def save_policy(policy: Policy, folder: Path, *, optimizer: bool = True) -> None
     """Write a policy. The folder must be new; the caller makes it whole or not at all (`Run.checkpoint`)."""
     folder.mkdir(parents=True)
     weights = policy.masters or dict(policy.compute_weights())
-    save_file({n: w.contiguous().cpu() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    for name in MODEL_FILES:
-        source = policy.folder / name
-        if source.is_file():
-            shutil.copyfile(source, folder / name)
+    if policy.config.adapter is None:
+        _save_model(policy.folder, weights, folder)
+    else:
+        _save_adapter(policy, weights, folder)
     if policy.optimizer is None or not optimizer:
         return
     moments = {}
@@ -55,6 +55,23 @@ def save_policy(policy: Policy, folder: Path, *, optimizer: bool = True) -> None
     (folder / "policy.json").write_text(json.dumps(counters), "utf-8")
 
 
+def _save_model(source: Path, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    save_file({n: w.contiguous().cpu() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    for name in MODEL_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _save_adapter(policy: Policy, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    config, backbone = policy.config, policy.backbone
+    assert config.adapter is not None
+    assert backbone is not None
+    own = config.checkpoint is None or policy.start is not None  # else it adapts the full weights of a checkpoint
+    base = config.name if own else str(policy.folder.resolve())
+    lora.write_weights(folder, weights)
+    lora.write_config(folder, config.adapter, base, weights, transposed=backbone.adapted.transposed)
+
+
 def load_policy(policy: Policy, folder: Path) -> None:
     """Put a saved policy's weights, moments and counters into `policy`, after everything was found to fit.
 
@@ -62,8 +79,9 @@ def load_policy(policy: Policy, folder: Path) -> None:
     """
     assert policy.optimizer is not None, f"policy {policy.name!r} is frozen"
     counters = _counters(folder / "policy.json")
-    weights = _read(folder / "model.safetensors")
-    _check(folder / "model.safetensors", weights, {n: m.shape for n, m in policy.masters.items()})
+    file = folder / ("model.safetensors" if policy.config.adapter is None else lora.WEIGHTS)
+    weights = {n.removeprefix(lora.PREFIX): w for n, w in _read(file).items()}
+    _check(file, weights, {n: m.shape for n, m in policy.masters.items()})
     moments = _read(folder / "optimizer.safetensors")
     shapes = {f"{kind}.{n}": m.shape for kind in MOMENTS for n, m in policy.masters.items()}
     _check(folder / "optimizer.safetensors", moments, shapes if counters["optimizer_steps"] else {})

@@ -101,7 +101,7 @@ class Policy:
         self.version = 0
         self.optimizer_steps = 0
         self.broken_steps = 0
-        self.backbone = backbone
+        self.backbone, self.start = backbone, start
         self.adapter: str | None = None
         self.masters: dict[str, Tensor] = {}
         self.layout: Layout
