@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 
 from agentrl.errors import EngineError
 from agentrl.grammar import GrammarFactory
+from agentrl.models.lora import AdaptedModel
 from agentrl.protocols import WeightSource
 from agentrl.rollout.faults import PromptTooLongError
 from agentrl.rollout.gate import Gate
@@ -27,16 +29,19 @@ from agentrl.rollout.hf_attention import use_prefix_attention
 from agentrl.rollout.hf_generate import HFPolicy, Row, generate_batch
 from agentrl.rollout.hf_head import use_float32_head
 from agentrl.rollout.hf_probe import shared_prefix_limit
-from agentrl.rollout.hf_weights import copy_weights
+from agentrl.rollout.hf_weights import copy_parameters, copy_weights
 from agentrl.rollout.queue import GateQueue, Pending
 from agentrl.types import Completion, Key, Request
+
+NO_ADAPTERS: Mapping[str, AdaptedModel] = MappingProxyType({})
 
 
 class HFEngine:
     """Serves policies from transformers models. Implements `agentrl.protocols.Engine`.
 
     `max_model_len` caps the window of every policy; the model's own positions cap it too. With `deterministic`, a
-    batch leaves only when every live coroutine of the gate waits.
+    batch leaves only when every live coroutine of the gate waits. A policy among `adapters` shares its model with
+    others: it has the adapter of its name there, or is the bare model, whose weights never change.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class HFEngine:
     ) -> None:
         self._policies = {name: _with_grammar(policy) for name, policy in policies.items()}
         self._versions = dict.fromkeys(policies, 0)
+        self._computed = dict.fromkeys(policies, 0)
         self._heads = {}
         for name, policy in policies.items():
             use_prefix_attention(policy.model.eval())
@@ -67,6 +73,11 @@ class HFEngine:
     def shared_prefix_limits(self) -> Mapping[str, int]:
         """Per policy, the longest row (prompt and completion) whose common prefix is computed once; 0: none."""
         return dict(self._share_limits)
+
+    @property
+    def computed(self) -> Mapping[str, int]:
+        """Per policy, the forward positions computed so far: padding is not counted, a shared prefix counts once."""
+        return dict(self._computed)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion. Raises `PromptTooLongError` when the prompt leaves no room in the window,
@@ -88,8 +99,14 @@ class HFEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._worker.shutdown)
 
     def _load(self, policy: str, version: int, source: WeightSource) -> int:
-        copy_weights(self._policies[policy].model, source, policy)
-        self._heads[policy].refresh()
+        shared = self._adapters.get(policy)
+        if shared is None:
+            copy_weights(self._policies[policy].model, source, policy)
+            self._heads[policy].refresh()
+        elif policy in shared:
+            copy_parameters(shared.parameters(policy), source, policy)
+        else:
+            raise EngineError(f"policy {policy!r} is a model that others share", "give it weights of its own")
         self._versions[policy] = version
         return version
 
@@ -134,13 +151,15 @@ class HFEngine:
                 pending.answer(completion)
 
     def _generate(self, name: str, rows: list[Row]) -> list[Completion]:
-        return generate_batch(
+        completions = generate_batch(
             self._policies[name],
             rows,
             self._versions[name],
             share_limit=self._share_limits[name],
             closing=self._closing.is_set,
         )
+        self._computed[name] += sum(row.computed for row in rows)
+        return completions
 
     def _split(self, flush: list[Pending[Row]]) -> list[list[Pending[Row]]]:
         """Sub-batches of one policy and agent, of similar prompt length, in an order fixed by the keys."""

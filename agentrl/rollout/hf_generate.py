@@ -17,8 +17,9 @@ import torch
 
 from agentrl.errors import EngineError
 from agentrl.grammar import GrammarFactory, GrammarMatcher
-from agentrl.rollout.hf_attention import PrefixCache, layer_kinds
+from agentrl.rollout.hf_attention import LINEAR, PrefixCache, layer_kinds
 from agentrl.rollout.hf_sampling import RowParams, sample, unpack_bitmask
+from agentrl.rollout.latent_cache import LatentCache, PromptMemory
 from agentrl.types import Completion, Embeddings, Request
 
 if TYPE_CHECKING:
@@ -49,13 +50,18 @@ class HFPolicy:
 
 @dataclass(slots=True)
 class Row:
-    """One request while it is generated. `uniforms` holds one number in [0, 1) per token it may sample."""
+    """One request while it is generated. `uniforms` holds one number in [0, 1) per token it may sample. Before
+    `min_tokens` no stop token is sampled. The first `lead` ids of its prompt may come again in a later batch (see
+    `prefill_with`); `reused` prompt positions were not computed for this row."""
 
     request: Request
     max_tokens: int
     uniforms: list[float]
     stop_ids: frozenset[int]
     matcher: GrammarMatcher | None = None
+    min_tokens: int = 0
+    lead: int = 0
+    reused: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     constrained: list[bool] = field(default_factory=list)
@@ -65,6 +71,11 @@ class Row:
     @property
     def done(self) -> bool:
         return self.stopped or len(self.ids) >= self.max_tokens
+
+    @property
+    def computed(self) -> int:
+        """Positions that went through the model: the last sampled token is not fed back."""
+        return len(self.request.prompt) - self.reused + len(self.ids) - 1
 
     def take(self, token: int, logprob: float, num_allowed: int, policy: HFPolicy) -> None:
         self.ids.append(token)
@@ -114,10 +125,15 @@ def generate_batch(
     *,
     share_limit: int,
     closing: Callable[[], bool] = lambda: False,
+    memory: PromptMemory | None = None,
 ) -> list[Completion]:
     """Complete all rows; results in row order. A common prefix is computed once when the batch, padding and all, is
-    no longer than `share_limit` tokens. Raises `EngineError` on NaN logits, and at the next token once `closing()`."""
-    batch = prefill(policy, list(rows), share_limit=share_limit)
+    no longer than `share_limit` tokens. `memory` instead keeps what each row's prompt begins with for the next batch
+    of the same rows. Raises `EngineError` on NaN logits, and at the next token once `closing()`."""
+    if memory is None or LINEAR in layer_kinds(policy.model.config.get_text_config()):
+        batch = prefill(policy, list(rows), share_limit=share_limit)
+    else:
+        batch = prefill_with(memory, policy, list(rows))
     while True:
         tokens_B = _step(policy, batch)
         if all(row.done for row in batch.rows):
@@ -175,8 +191,40 @@ def prefill(policy: HFPolicy, rows: list[Row], *, share_limit: int) -> Batch:
         position_ids=positions_BL[:, shared:],
         **_cached(cache),
     )
+    for row in rows[1:]:
+        row.reused = shared
     params = RowParams.of([row.request.sampling for row in rows], device)
     return Batch(rows, cache, mask_BL, positions_BL[:, -1], out.logits[:, -1].float(), params)
+
+
+def prefill_with(memory: PromptMemory, policy: HFPolicy, rows: list[Row]) -> Batch:
+    """The same on what `memory` keeps of these rows' last prompts, as latent rollouts do; prompts are plain ids."""
+    model, device = policy.model, policy.model.device
+    config = model.config.get_text_config()
+    prompts = [row.request.prompt for row in rows]
+    lengths, max_new = [len(prompt) for prompt in prompts], max(row.max_tokens for row in rows)
+    leads = [row.request.prompt.ids[: row.lead] for row in rows]
+    kept = memory.recall(prompts, device, leads)
+    if kept is not None and kept.gaps_break(config.to_dict().get("sliding_window"), lengths, max_new):
+        kept = None
+    if kept is not None:
+        for row, reused in zip(rows, kept.reused, strict=True):
+            row.reused = reused
+    rests = [row.request.prompt.ids[row.reused :] for row in rows]
+    longest = max(map(len, rests))
+    ids_BS = torch.tensor([[policy.pad_id] * (longest - len(r)) + list(r) for r in rests], device=device)
+    mask_BL = torch.ones(len(rows), longest, dtype=torch.long, device=device)
+    for b, rest in enumerate(rests):
+        mask_BL[b, : longest - len(rest)] = 0
+    mask_BL = mask_BL if kept is None else torch.cat([kept.mask_BK, mask_BL], dim=1)
+    width = mask_BL.shape[1]
+    cache = LatentCache(layer_kinds(config), 0) if kept is None else kept.cache
+    cache.cut(width - longest, width + max_new)
+    positions_BL = (mask_BL.cumsum(-1) - 1).clamp_(min=0)
+    out = model(input_ids=ids_BS, attention_mask=mask_BL, position_ids=positions_BL[:, -longest:], **_cached(cache))
+    memory.keep(cache, prompts, [width - length for length in lengths], kept, leads)
+    params = RowParams.of([row.request.sampling for row in rows], device)
+    return Batch(rows, cache.running(), mask_BL, positions_BL[:, -1], out.logits[:, -1].float(), params)
 
 
 def _cached(cache: PrefixCache) -> dict[str, Any]:
@@ -219,6 +267,10 @@ def _step(policy: HFPolicy, batch: Batch) -> torch.Tensor:
             num_allowed[b] = count
         index_G = torch.tensor(places, device=logits_BV.device)
         logits_BV[index_G] = logits_BV[index_G].masked_fill(~allowed_GV.to(logits_BV.device), -torch.inf)
+    for b, row in enumerate(rows):
+        if len(row.ids) < row.min_tokens and not row.done and row.stop_ids:
+            logits_BV[b, list(row.stop_ids)] = -torch.inf
+            num_allowed[b] -= len(row.stop_ids)
     uniforms_B = torch.tensor([0.0 if row.done else row.uniforms[len(row.ids)] for row in rows])
     tokens_B, logprobs_B = sample(logits_BV, batch.params, uniforms_B.to(logits_BV.device))
     tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
