@@ -192,6 +192,10 @@ class RecursiveConfig(Section):
             raise ValueError("controls: a name stands there twice")
         if self.text_team != TextTeamConfig() and "text" not in self.chosen_controls:
             raise ValueError("text_team: has no effect without the control text; add it to controls")
+        if self.graph.decoder in (self.train.targets or {}):
+            raise ValueError(
+                f"train.targets.{self.graph.decoder}: the decoder's known text is the answer; leave it out"
+            )
         if self.inner_form == "ln":
             raise ValueError("inner_form: ln is a form of outer links; use ln_res")
         if self.official is not None:

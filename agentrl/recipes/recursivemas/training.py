@@ -1,0 +1,267 @@
+"""Around the steps of link training: what a run holds, its checkpoints, its resume and its summary.
+
+A checkpoint holds all links (`links/`, each file saying how it was trained) and the optimiser's state of the stage
+that the run is in (`trainer/`); the frozen models are not in it, only their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.data import fingerprint
+from agentrl.errors import ConfigError, DataError, RunFailedError
+from agentrl.grading.interval import eval_block, paired_rise
+from agentrl.launch.devices import Plan
+from agentrl.protocols import Reward
+from agentrl.recipes.loop import mean
+from agentrl.recipes.recursivemas.config import RecursiveRecipe, Stage
+from agentrl.recipes.recursivemas.decode import Decoder
+from agentrl.recipes.recursivemas.held_out import HeldOut
+from agentrl.recipes.recursivemas.links import Links, file_in, inner_name, outer_name, save_links
+from agentrl.recipes.recursivemas.setup import Loaded
+from agentrl.recipes.recursivemas.texts import Texts, entropy_floor
+from agentrl.recipes.registry import VerbOptions
+from agentrl.run import Run
+from agentrl.types import Task
+from agentrl.update.link_files import load_link, read_metadata
+from agentrl.update.link_trainer import LinkTrainer
+from agentrl.update.links import checksum, mean_token_norm
+
+INNER_NOTE = "prompts of round 1 with empty slots; texts by agent"
+
+
+@dataclass(slots=True)
+class LinkTraining:
+    """Everything one training run holds while it runs. `texts` are those of both sets, by task; `evals` and `losses`
+    map a step to what it measured on the held-out set."""
+
+    recipe: RecursiveRecipe
+    options: VerbOptions
+    run: Run
+    placed: Plan
+    loaded: Loaded
+    decoder: Decoder
+    reward: Reward
+    tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    texts: Texts
+    held_out_texts: Texts
+    token_norms: Mapping[str, float]
+    sums: Mapping[str, str]
+    links: Links
+    trainer: LinkTrainer | None = None
+    stage: Stage | None = None
+    updates: int = 0
+    evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    losses: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def trainer_of(self, step: int) -> LinkTrainer:
+        """The optimiser of the stage that `step` belongs to; a stage begins with a new one."""
+        stage = self.recipe.recursivemas.train.stage_of(step)
+        if self.trainer is None or self.stage != stage:
+            for link in self.links.by_name.values():
+                link.requires_grad_(False)
+            names = trained_names(self.recipe, self.links, stage)
+            links = {name: self.links.by_name[name] for name in names}
+            self.trainer = LinkTrainer(links, self.recipe.optim, self._steps_of(stage))
+            self.stage = stage
+        return self.trainer
+
+    def measured(self, step: int, found: HeldOut) -> None:
+        self.evals[step], self.losses[step] = dict(found.items), dict(found.losses)
+
+    def _steps_of(self, stage: Stage) -> int:
+        steps, train = self.recipe.run.steps, self.recipe.recursivemas.train
+        if train.stage != "both":
+            return steps
+        inner = min(steps, train.inner_steps or 0)
+        return inner if stage == "inner" else steps - inner
+
+
+def trained_names(recipe: RecursiveRecipe, links: Links, stage: Stage) -> tuple[str, ...]:
+    """Which links take gradients in a stage."""
+    inner = tuple(map(inner_name, links.inner))
+    if stage == "inner":
+        return inner
+    outer = tuple(map(outer_name, links.outer))
+    return (*inner, *outer) if recipe.recursivemas.train.inner_too else outer
+
+
+def frozen_sums(loaded: Loaded) -> dict[str, str]:
+    """Backbone -> checksum of every weight and buffer."""
+    return {a.backbone.name: checksum(a.backbone.model) for a in loaded.system.agents.values()}
+
+
+def token_norms(loaded: Loaded) -> dict[str, float]:
+    """Agent -> mean length of its model's token embeddings."""
+    by_model: dict[str, float] = {}
+    for agent in loaded.system.agents.values():
+        if agent.backbone.name not in by_model:
+            by_model[agent.backbone.name] = mean_token_norm(agent.backbone.embeddings)
+    return {name: by_model[agent.backbone.name] for name, agent in loaded.system.agents.items()}
+
+
+# Checkpoints
+
+
+def save(t: LinkTraining, step: int) -> None:
+    """A checkpoint of all links, of the optimiser's state and of what was measured."""
+    assert t.trainer is not None
+    state = {
+        "updates": t.updates,
+        "stage": t.stage,
+        "data": fingerprint(t.tasks),
+        "backbones": dict(t.sums),
+        "evals": {str(k): v for k, v in t.evals.items()},
+        "losses": {str(k): v for k, v in t.losses.items()},
+    }
+    with t.run.checkpoint(step, state=state, score=mean(t.evals[step]) if step in t.evals else None) as folder:
+        save_links(t.links, folder / "links")
+        (folder / "trainer").mkdir()
+        t.trainer.save(folder / "trainer")
+
+
+def restore(t: LinkTraining) -> int:
+    """Go on after the newest checkpoint; returns the first step to run."""
+    found = t.run.resume_state
+    if found is None:
+        if t.run.set_aside is not None:
+            t.options.progress.note(
+                f"no whole checkpoint is left in {t.run.path / 'checkpoints'}: training starts again at step 1; "
+                f"the metrics of before lie in {t.run.set_aside}"
+            )
+        return 1
+    state = found.state
+    if state["data"] != fingerprint(t.tasks):
+        raise DataError(
+            "data.path: the training data changed since this run was saved", "resume with the data it began with"
+        )
+    if state["backbones"] != dict(t.sums):
+        odd = sorted(n for n in t.sums if t.sums[n] != state["backbones"].get(n))
+        raise ConfigError(
+            f"policies: the weights of {', '.join(odd)} are not those that this run began with",
+            "resume with the same models",
+        )
+    _load_links(t, found.folder / "links")
+    if state["stage"] == t.recipe.recursivemas.train.stage_of(found.step + 1) or found.step >= t.recipe.run.steps:
+        t.trainer_of(found.step).load(found.folder / "trainer")
+    t.updates = state["updates"]
+    t.evals = {int(k): dict(v) for k, v in state["evals"].items()}
+    t.losses = {int(k): dict(v) for k, v in state["losses"].items()}
+    t.options.progress.note(f"resumed after step {found.step}: links, optimiser, data order and evaluations")
+    return found.step + 1
+
+
+@torch.no_grad()
+def _load_links(t: LinkTraining, folder: Path) -> None:
+    """Weights into the links that are in use, and what their files say of their training."""
+    specs = {inner_name(a): s for a, s in t.links.inner_specs.items()}
+    specs |= {outer_name(e): s for e, s in t.links.outer_specs.items()}
+    for name, link in t.links.by_name.items():
+        link.load_state_dict(load_link(file_in(folder, name), specs[name]).state_dict())
+    training = {name: read_metadata(file_in(folder, name))["training"] for name in specs}
+    t.links = replace(t.links, training=training)
+
+
+def mark_trained(t: LinkTraining, step: int) -> None:
+    """Let the links that a step moved say how they were trained so far."""
+    assert t.stage is not None
+    t.links = t.links.after(trained_names(t.recipe, t.links, t.stage), _how(t.recipe, t.stage, step))
+
+
+def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
+    """What link files say about their training."""
+    config = recipe.recursivemas
+    how: dict[str, Any] = {"stage": stage, "steps": step, "seed": recipe.run.seed}
+    if stage == "outer":
+        how |= {"form": config.train.form, "rounds": config.rounds, "latent_steps": config.latent_steps}
+        how |= {"leak_probe": True} if config.train.leak_probe else {}
+    return how
+
+
+# Summary
+
+
+def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
+    """Write `summary.json` and return it with the run's folder. Raises `RunFailedError` if a frozen model changed."""
+    after = frozen_sums(t.loaded)
+    changed = sorted(name for name, value in after.items() if value != t.sums[name])
+    train = t.recipe.recursivemas.train
+    result: dict[str, Any] = {
+        "method": "recursivemas",
+        "status": status,
+        "command": shlex.join(["agentrl", *sys.argv[1:]]),
+        "steps": step,
+        "policy_version": t.updates,
+        "style": t.recipe.recursivemas.style,
+        "rounds": t.recipe.recursivemas.rounds,
+        "latent_steps": t.recipe.recursivemas.latent_steps,
+        "stage": train.stage,
+        **({} if train.stage == "inner" else {"form": train.form}),
+        **({} if train.stage == "outer" else {"inner": {"trained_on": INNER_NOTE, "texts": dict(t.texts.sources)}}),
+        "texts_cut": t.texts.num_cut + t.held_out_texts.num_cut,
+        "links": {
+            "trained": t.links.trained,
+            "parameters": t.links.num_parameters,
+            "by_link": t.links.parameter_counts,
+            "training": {name: None if how is None else dict(how) for name, how in t.links.training.items()},
+        },
+        "backbones": {name: {"before": t.sums[name], "after": after[name]} for name in after},
+        "frozen": not changed,
+        "device": {"kind": t.placed.device, "gpus": len(t.placed.gpus), "threads": t.placed.threads},
+    }
+    result |= _measured(t, step) | _leak(t, step)
+    t.run.write_summary(result)
+    if changed:
+        raise RunFailedError(
+            f"the weights of {', '.join(changed)} changed while only links were trained",
+            "this is a fault of agentrl; keep the run folder and report it",
+        )
+    return {"run": str(t.run.path), **result}
+
+
+def _measured(t: LinkTraining, step: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if 0 in t.evals:
+        out["eval_before"] = eval_block(t.evals[0])
+    if step in t.evals and step > 0:
+        out["eval_after"] = eval_block(t.evals[step])
+        if 0 in t.evals:
+            out["rise"] = paired_rise(t.evals[0], t.evals[step])
+    named = {"before": 0, "after": step}
+    for kind in ("as_used", "as_trained"):
+        found = {word: t.losses[at][kind] for word, at in named.items() if kind in t.losses.get(at, {})}
+        if found:
+            out[f"held_out_loss_{kind}"] = found
+    return out
+
+
+def _leak(t: LinkTraining, step: int) -> dict[str, Any]:
+    """What the leak probe found: below the answers' entropy, the form of training tells the answer to itself."""
+    if not t.recipe.recursivemas.train.leak_probe or "as_trained" not in t.losses.get(step, {}):
+        return {}
+    floor = entropy_floor(t.tasks, t.held_out_texts.answers_of(t.held_out))
+    after = t.losses[step]["as_trained"]
+    return {
+        "leak_probe": {"form": t.recipe.recursivemas.train.form, "floor": floor, "loss": after, "leaks": after < floor}
+    }
+
+
+def finished(t: LinkTraining, first: int) -> dict[str, Any] | None:
+    """The summary of a resumed run that has no step left and was summarised after its last one."""
+    path = t.run.path / "summary.json"
+    if t.run.resume_state is None or first <= t.recipe.run.steps or not path.exists():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if summary.get("steps") != t.recipe.run.steps:
+        return None
+    t.options.progress.note(f"the run is at step {first - 1} of {t.recipe.run.steps} already; nothing is left to do")
+    return {"run": str(t.run.path), **summary}
