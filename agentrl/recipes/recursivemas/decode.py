@@ -5,9 +5,11 @@ Through the hf engine on the model that also thought, so nothing is loaded twice
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal
 
 from agentrl.config.schema import EngineConfig, SamplingConfig
@@ -32,6 +34,17 @@ class Decoder:
         self._rounds = recipe.recursivemas.rounds
         self._engine, self._gate = engine, gate
         self._format = loaded.system.agents[self._graph.decoder].chat.format
+
+    @property
+    def computed(self) -> int:
+        """Forward positions that answers have cost so far: no padding, a beginning that a batch shares counts once."""
+        return self._engine.computed[self._policy]
+
+    def limited(self, max_tokens: int) -> Decoder:
+        """The same decoder with shorter answers."""
+        short = copy.copy(self)
+        short._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
+        return short
 
     async def answer(self, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, g: int = 0) -> list[Action]:
         """One completion per task. Raises `PromptTooLongError` for a prompt that fills the window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,36 @@ from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, answer_of, open_decoder
-from agentrl.recipes.recursivemas.links import links_folder
+from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
+from agentrl.recipes.recursivemas.text_team import TextStage
 from agentrl.recipes.registry import Progress, VerbOptions
 from agentrl.recipes.session import open_run
 from agentrl.run import Run
-from agentrl.types import Action, Score, ScoredTrajectory, Task, Trajectory, Turn
+from agentrl.types import Action, Prompt, Score, ScoredTrajectory, Task, Trajectory, Turn
 
 UNTRAINED = "the links are untrained: their answers mean nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A batch of questions: the decoder's actions, the stages before them, and the seconds of both parts."""
+    """A batch of questions: what the decoder wrote (`decodes[g][row]`), the stages before it (`stages` of latents or
+    `written` of text), the seconds of both parts, and the positions that all decodes computed together."""
 
     tasks: tuple[Task, ...]
-    actions: tuple[Action, ...]
+    decodes: tuple[tuple[Action, ...], ...]
     stages: tuple[Stage, ...]
     thinking_s: float
     decoding_s: float
+    decoded_positions: int
+    written: tuple[TextStage, ...] = ()
+    cut: tuple[int, ...] = ()
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The first answer to each question."""
+        return self.decodes[0]
 
 
 async def answer_batch(
@@ -48,8 +58,9 @@ async def answer_batch(
     tasks: Sequence[Task],
     phase: str,
     send: Send | None = None,
+    decodes: int = 1,
 ) -> Answered:
-    """All rounds for a batch, then one decode. `send` replaces the plain links (controls)."""
+    """All rounds for a batch, then `decodes` answers from its latents. `send` replaces the plain links (controls)."""
     config = recipe.recursivemas
     start = time.perf_counter()
     thought: Recursion = run_rounds(
@@ -59,10 +70,18 @@ async def answer_batch(
         thinker(config.latent_steps),
         send or sender(loaded.system),
     )
-    middle = time.perf_counter()
-    actions = await decoder.answer(tasks, thought.prompts, phase)
-    end = time.perf_counter()
-    return Answered(tuple(tasks), tuple(actions), thought.stages, middle - start, end - middle)
+    thinking_s = time.perf_counter() - start - thought.asking_s
+    said, seconds, positions = await decode_all(decoder, tasks, thought.prompts, phase, decodes)
+    return Answered(tuple(tasks), said, thought.stages, thinking_s, thought.asking_s + seconds, positions)
+
+
+async def decode_all(
+    decoder: Decoder, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, decodes: int
+) -> tuple[tuple[tuple[Action, ...], ...], float, int]:
+    """`decodes` answers from each prompt, the seconds that they took, and the positions computed for them."""
+    start, before = time.perf_counter(), decoder.computed
+    said = tuple([tuple(await decoder.answer(tasks, prompts, phase, g)) for g in range(decodes)])
+    return said, time.perf_counter() - start, decoder.computed - before
 
 
 async def answer_tasks(
@@ -157,39 +176,68 @@ async def _infer(recipe: RecursiveRecipe, options: VerbOptions, run: Run, tasks:
 
 
 def trajectories(recipe: RecursiveRecipe, batch: Answered) -> list[ScoredTrajectory]:
-    """One trajectory per question, with its only text turn and what all agents spent in its counts; not graded."""
+    """One trajectory per answer, question by question, with every text turn and what all agents spent in its counts;
+    not graded. Of several answers to a question the first carries what was spent before them."""
+    return [
+        ScoredTrajectory(one, Score(None, "not graded"), (None,) * len(one.turns))
+        for row in range(len(batch.tasks))
+        for one in (_trajectory(recipe, batch, row, g) for g in range(len(batch.decodes)))
+    ]
+
+
+def _trajectory(recipe: RecursiveRecipe, batch: Answered, row: int, g: int) -> Trajectory:
     graph, rounds = recipe.recursivemas.graph, recipe.recursivemas.rounds
-    place = graph.agents.index(graph.decoder)
-    out = []
-    for row, (task, action) in enumerate(zip(batch.tasks, batch.actions, strict=True)):
-        answer = answer_of(recipe.recursivemas.answer, action.text)
-        ended = action.completion.finish_reason == "stop"
-        trajectory = Trajectory(
-            id=f"{task.id}/0",
-            task=task,
-            g=0,
-            turns=(Turn(action, None, rounds, place),),
-            answer=answer,
-            status="ok" if ended else "truncated",
-            status_reason=None if ended else f"the answer was cut at {len(action.completion.ids)} tokens",
-            counts=counts_of(batch.stages, row, action),
-        )
-        out.append(ScoredTrajectory(trajectory, Score(None, "not graded"), (None,)))
-    return out
+    task, action = batch.tasks[row], batch.decodes[g][row]
+    ended = action.completion.finish_reason == "stop"
+    stages, written = (batch.stages, batch.written) if g == 0 else ((), ())
+    counts = counts_of(stages, row, action)
+    if written:
+        counts = _with_messages(counts, written, row, batch.cut[row])
+    turns = [Turn(s.actions[row], None, s.round, graph.agents.index(s.agent)) for s in written]
+    return Trajectory(
+        id=f"{task.id}/{g}",
+        task=task,
+        g=g,
+        turns=(*turns, Turn(action, None, rounds, graph.agents.index(graph.decoder))),
+        answer=answer_of(recipe.recursivemas.answer, action.text),
+        status="ok" if ended else "truncated",
+        status_reason=None if ended else f"the answer was cut at {len(action.completion.ids)} tokens",
+        counts=counts,
+    )
 
 
 def counts_of(stages: Sequence[Stage], row: int, action: Action) -> dict[str, float]:
     """What one question cost, kept apart: sampled text tokens, latent steps, positions that went through a model
-    (thinking and decoding; padding not counted), and prompt positions that a round took over from the one before."""
+    (thinking and decoding; padding not counted), and prompt positions that a round took over from the one before. A
+    rollout of no step (m = 0) reads nothing and counts for nothing."""
     text, prompt = len(action.completion.ids), len(action.request.prompt)
+    worked = [s for s in stages if s.actions[row].steps]
     return {
         "text_tokens": text,
-        "latent_steps": sum(s.actions[row].steps for s in stages),
-        "rollouts": len(stages),
-        "prompt_positions": sum(s.prompt_positions[row] for s in stages) + prompt,
-        "reused_positions": sum(s.reused[row] for s in stages),
+        "latent_steps": sum(s.actions[row].steps for s in worked),
+        "rollouts": len(worked),
+        "prompt_positions": sum(s.prompt_positions[row] for s in worked) + prompt,
+        "reused_positions": sum(s.reused[row] for s in worked),
         # The last sampled token is not fed back.
-        "positions": sum(s.actions[row].positions for s in stages) + prompt + text - 1,
+        "positions": sum(s.actions[row].positions for s in worked) + prompt + text - 1,
+    }
+
+
+def _with_messages(
+    counts: Mapping[str, float], written: Sequence[TextStage], row: int, last_cut: int
+) -> dict[str, float]:
+    """The same for a text team, whose messages are text tokens."""
+    messages = [(s.actions[row], s.reused[row], s.computed[row], s.cut[row]) for s in written]
+    tokens = sum(len(action.completion.ids) for action, *_ in messages)
+    return {
+        **counts,
+        "text_tokens": counts["text_tokens"] + tokens,
+        "messages": len(messages),
+        "message_tokens": tokens,
+        "prompt_positions": counts["prompt_positions"] + sum(len(a.request.prompt) for a, *_ in messages),
+        "reused_positions": sum(reused for _, reused, _, _ in messages),
+        "positions": counts["positions"] + sum(computed for _, _, computed, _ in messages),
+        "cut_tokens": sum(cut for *_, cut in messages) + last_cut,
     }
 
 

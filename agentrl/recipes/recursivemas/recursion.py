@@ -8,6 +8,7 @@ Shapes: B questions, m latent steps, D hidden size of the sender, E of the recei
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ class System:
 class Stage:
     """One agent's rollouts in one round: an accounting value per question, and what they reused of the round before.
 
-    `sent_norm` is the mean length of the vectors that left by each edge, by the edge's name.
+    `sent_norm` is the mean length of the vectors that left by each edge, by the edge's name. `seconds` is the wall
+    time of all of them, prompts and links included.
     """
 
     round: int
@@ -56,14 +58,16 @@ class Stage:
     prompt_positions: tuple[int, ...]
     reused: tuple[int, ...]
     sent_norm: Mapping[str, float]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Recursion:
-    """The decoder's prompts after all rounds, and what was thought on the way."""
+    """The decoder's prompts after all rounds, which took `asking_s` seconds, and what was thought on the way."""
 
     prompts: tuple[Prompt, ...]
     stages: tuple[Stage, ...]
+    asking_s: float
 
 
 Think = Callable[[Agent, Sequence[Prompt]], Rollout]
@@ -81,6 +85,7 @@ def run_rounds(system: System, config: RecursiveConfig, tasks: Sequence[Task], t
     stages = []
     for round_number in range(1, rounds + 1):
         for name in graph.working(round_number, rounds):
+            start = time.perf_counter()
             agent = system.agents[name]
             prompts = prompts_of(system, config, name, round_number, tasks, blocks)
             rollout = think(agent, prompts)
@@ -88,10 +93,11 @@ def run_rounds(system: System, config: RecursiveConfig, tasks: Sequence[Task], t
             for edge in graph.outgoing(name, round_number, rounds):
                 blocks[edge] = send(edge, round_number, rollout.states_BmD)
                 sent[edge.name] = _mean_norm(blocks[edge])
-            stages.append(
-                Stage(round_number, name, rollout.actions(name), rollout.prompt_positions, rollout.reused, sent)
-            )
-    return Recursion(prompts_of(system, config, graph.decoder, rounds, tasks, blocks), tuple(stages))
+            actions, seconds = rollout.actions(name), time.perf_counter() - start
+            stages.append(Stage(round_number, name, actions, rollout.prompt_positions, rollout.reused, sent, seconds))
+    start = time.perf_counter()
+    prompts = prompts_of(system, config, graph.decoder, rounds, tasks, blocks)
+    return Recursion(prompts, tuple(stages), time.perf_counter() - start)
 
 
 def prompts_of(
