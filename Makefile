@@ -22,7 +22,7 @@ help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
 	@echo "options: PYTHON=python3.12  GPU=1  TORCH_INDEX=URL  DATA=folder of public data sets  CI=true (slow tests too)"
 
-setup: $(STAMP) ## .venv with everything, bubblewrap, and the model smollm2-135m (GPU=1: the GPU build)
+setup: $(STAMP) ## .venv with everything, bubblewrap, the model smollm2-135m and a data suite (GPU=1: the GPU build)
 
 $(STAMP):
 	@[ -n "$(PYTHON)" ] && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,6 +40,7 @@ $(STAMP):
 	  else grep -v '^WARNING' $(INSTALL_LOG) | tail -n 20 >&2; echo "error: pip install failed; fix: see $(INSTALL_LOG)" >&2; fi; exit 3; }
 	@$(BIN)/agentrl doctor --fix || echo "note: what is broken above has a fix line; agentrl doctor looks again" >&2
 	@$(BIN)/agentrl models prepare smollm2-135m
+	@$(BIN)/agentrl data prepare dsbench-sklearn
 	@touch $@
 
 demo: setup ## train the embedded recipe on the CPU and print the held-out score before and after (RECIPE=...)

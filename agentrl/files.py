@@ -8,12 +8,15 @@ import fcntl
 import json
 import math
 import os
+import shutil
+import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, RunFailedError
+from agentrl.errors import ConfigError, MissingError, RunFailedError
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
@@ -145,6 +148,52 @@ def failed(path: Path, error: Exception) -> RunFailedError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     fix = "free some space, check the folder's permissions, or choose another folder; a train goes on with --resume"
     return RunFailedError(f"cannot write {path}: {reason}", fix)
+
+
+def install_folder(dest: Path, make: Callable[[Path], None]) -> Path:
+    """Return `dest`, letting `make` fill it first where it does not exist.
+
+    `make` writes into a temporary folder beside `dest`, which is flushed to disk and then renamed: a `dest` that
+    exists is whole, whatever was killed before. Processes that ask at once wait for the first on a lock file, and
+    temporary folders left by a killed one are removed. Whatever `make` raises goes through, and `dest` stays absent.
+    Raises `MissingError` where the disk is full or not writable.
+    """
+    if dest.is_dir():
+        return dest
+    try:
+        return _install(dest, make)
+    except Exception as error:
+        if not refused(error):
+            raise
+        raise MissingError(
+            f"cannot write {dest}: {error}", "free some space there, or set AGENTRL_HOME to another folder"
+        ) from error
+
+
+def _install(dest: Path, make: Callable[[Path], None]) -> Path:
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(dest.with_name(f".{dest.name}.lock")):
+        if dest.is_dir():
+            return dest
+        prefix = f".{dest.name}.tmp-"
+        for left_over in dest.parent.glob(f"{prefix}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        temp = Path(tempfile.mkdtemp(prefix=prefix, dir=dest.parent))
+        try:
+            make(temp)
+            sync_tree(temp)
+            temp.chmod(0o755)
+            temp.rename(dest)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+    return dest
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 class RunLock:

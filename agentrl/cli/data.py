@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cli import console
+from agentrl.types import Task
 
 
 def data_list(json_output: bool = False) -> int:
@@ -25,17 +26,22 @@ def data_list(json_output: bool = False) -> int:
 
 
 def data_prepare(name: str, json_output: bool = False) -> int:
-    """Write an embedded set's splits and corpus as JSON lines into the cache folder, and print their paths.
+    """Write an embedded set's splits and corpus as JSON lines into the cache folder, and print their paths. A set with
+    files of its own is a folder there, which `data.path` may name too.
 
     Raises `ConfigError` for an unknown name and `RunFailedError` when the folder cannot be written.
     """
-    from agentrl.data import EMBEDDED, embedded_corpus, embedded_tasks
+    from agentrl.data import EMBEDDED, embedded_corpus, embedded_folder, embedded_tasks
     from agentrl.errors import ConfigError
     from agentrl.files import encode, failed, replace_file
     from agentrl.models.cache import home
 
     if name not in EMBEDDED:
         raise ConfigError(f"no embedded set {name!r}", f"known sets: {', '.join(EMBEDDED)}; a file needs no preparing")
+    own = embedded_folder(name)
+    if own is not None:
+        console.json({"name": name, "folder": str(own)}) if json_output else console.out(f"{name}: {own}")
+        return 0
     folder = home() / "data" / name
     tables: dict[str, list[Any]] = {
         split: [{"id": t.id, "question": t.question, "answer": list(t.references)} for t in embedded_tasks(name, split)]
@@ -80,17 +86,27 @@ def data_show(path_or_name: str, json_output: bool = False) -> int:
 
 def _shown(path_or_name: str) -> dict[str, Any]:
     from agentrl.data import EMBEDDED, embedded_tasks
+    from agentrl.data.dsbench import dsbench_tasks
     from agentrl.data.read import read_rows
 
+    if path_or_name not in EMBEDDED and Path(path_or_name).is_dir():
+        return {
+            "name": path_or_name,
+            "tables": [_table(path_or_name, [_row(t) for t in dsbench_tasks(Path(path_or_name))])],
+        }
     if path_or_name not in EMBEDDED:
         rows = [row for _, row in read_rows(Path(path_or_name))]
         return {"name": path_or_name, "tables": [_table(path_or_name, rows)]}
     tables = []
     for split in EMBEDDED[path_or_name].sizes:
         tasks = embedded_tasks(path_or_name, split)
-        rows = [{"id": t.id, "question": t.question, "answer": list(t.references), **t.info} for t in tasks]
-        tables.append(_table(f"{path_or_name}, {split}", rows))
+        tables.append(_table(f"{path_or_name}, {split}", [_row(task) for task in tasks]))
     return {"name": path_or_name, "tables": tables}
+
+
+def _row(task: Task) -> dict[str, Any]:
+    files = {"files": list(task.files)} if task.files else {}
+    return {"id": task.id, "question": task.question, "answer": list(task.references), **files, **task.info}
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

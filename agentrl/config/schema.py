@@ -133,15 +133,36 @@ class EngineConfig(Section):
 class DatasetConfig(Section):
     """Tasks from a file or an embedded set. `columns` maps our names (id, question, answer) to the file's."""
 
-    path: str | None = Field(None, description="a .jsonl, .json or .csv file, or the name of an embedded set")
-    split: str | None = Field(None, description="embedded sets only")
+    path: str | None = Field(
+        None, description="a .jsonl, .json or .csv file, a folder laid out as DSBench, or the name of an embedded set"
+    )
+    split: str | None = Field(None, description="embedded sets and DSBench folders only")
     columns: dict[str, str] = Field(default_factory=dict)
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(None, ge=1, description="the first tasks only")
+    sample: int | None = Field(None, ge=1, description="so many tasks, drawn at random by sample_seed")
+    sample_seed: int = Field(0, description="the same seed draws the same ids, whatever their order in the file")
+
+    @model_validator(mode="after")
+    def _one_way_to_take_fewer(self) -> DatasetConfig:
+        if self.sample is not None and self.limit is not None:
+            raise ValueError("limit: has no effect with sample; set one of the two")
+        if self.sample is None and self.turned("sample_seed"):
+            raise ValueError("sample_seed: has no effect without sample; set sample too, or leave it out")
+        return self
 
 
 class DataConfig(DatasetConfig):
     eval: DatasetConfig = DatasetConfig()
     shuffle: bool = True
+    stratify: str | None = Field(
+        None, description="a column of the tasks, such as kind: each step takes its values in even shares"
+    )
+
+    @model_validator(mode="after")
+    def _stratum_needs_shuffle(self) -> DataConfig:
+        if self.stratify is not None and not self.shuffle:
+            raise ValueError("stratify: has no effect with shuffle: false; leave one of the two out")
+        return self
 
 
 class SearchToolConfig(Section):
@@ -365,6 +386,8 @@ class BaseRecipe(Section):
 
     group_relative: ClassVar[bool] = True
     """Advantages compare the rollouts of one question, so a group needs at least two."""
+    refuses_leaks: ClassVar[bool] = False
+    """A held-out problem among the training ones ends a run, instead of being warned of."""
 
     text_budgets: ClassVar[bool] = True
     """Agents keep to `max_prompt_tokens` and `max_response_tokens`, so these must fit their model's window."""

@@ -2,6 +2,15 @@
 
 from agentrl.data.load import load_tasks
 from agentrl.data.order import fingerprint, order, overlap
-from agentrl.data.registry import EMBEDDED, embedded_corpus, embedded_tasks
+from agentrl.data.registry import EMBEDDED, embedded_corpus, embedded_folder, embedded_tasks
 
-__all__ = ["EMBEDDED", "embedded_corpus", "embedded_tasks", "fingerprint", "load_tasks", "order", "overlap"]
+__all__ = [
+    "EMBEDDED",
+    "embedded_corpus",
+    "embedded_folder",
+    "embedded_tasks",
+    "fingerprint",
+    "load_tasks",
+    "order",
+    "overlap",
+]

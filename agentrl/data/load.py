@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import DatasetConfig
+from agentrl.data.dsbench import dsbench_tasks
+from agentrl.data.order import sample
 from agentrl.data.read import read_rows
 from agentrl.data.registry import EMBEDDED, embedded_tasks
 from agentrl.errors import ConfigError, DataError
@@ -36,19 +38,29 @@ def load_tasks(
     """
     if config.path is None:
         raise ConfigError("data.path is not set", "name a .jsonl, .json or .csv file, or an embedded set")
-    if config.path in EMBEDDED:
+    tasks = _load(config, config.path, need_answer, base, seed)
+    return tasks if config.sample is None else sample(tasks, config.sample, config.sample_seed)
+
+
+def _load(config: DatasetConfig, name: str, need_answer: bool, base: Path | None, seed: int) -> list[Task]:
+    if name in EMBEDDED:
         if config.columns:
-            raise ConfigError(f"data.columns has no effect with the embedded set {config.path!r}", "drop data.columns")
-        tasks = embedded_tasks(config.path, config.split, config.limit, seed)
-        _refuse_duplicates([(task.id, f"{config.path}: task {i}") for i, task in enumerate(tasks, start=1)])
+            raise ConfigError(f"data.columns has no effect with the embedded set {name!r}", "drop data.columns")
+        tasks = embedded_tasks(name, config.split, config.limit, seed)
+        _refuse_duplicates([(task.id, f"{name}: task {i}") for i, task in enumerate(tasks, start=1)])
         return tasks
+    path = Path(name) if base is None else base / name
+    if path.is_dir():
+        if config.columns:
+            raise ConfigError(f"data.columns has no effect with the folder {name!r}", "drop data.columns")
+        return dsbench_tasks(path, config.split)[: config.limit]
     if config.split is not None:
         known = ", ".join(sorted(EMBEDDED))
         raise ConfigError(
             f"data.split: {config.split!r} has no effect with a file",
             f"name another file in data.path, or one of the embedded sets: {known}",
         )
-    return _file_tasks(Path(config.path) if base is None else base / config.path, config, need_answer)
+    return _file_tasks(path, config, need_answer)
 
 
 def _file_tasks(path: Path, config: DatasetConfig, need_answer: bool) -> list[Task]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +16,14 @@ from agentrl.types import Task
 @dataclass(frozen=True, slots=True)
 class EmbeddedSet:
     """`tasks` names `function(split, n, seed) -> list[Task]`; `corpus` names `function()` -> rows with `title` and
-    `text`. `sizes` holds each split's number of tasks when `limit` is silent."""
+    `text`; `folder` names `function()` -> the folder that a set with files of its own lies in, made where it is absent.
+    `sizes` holds each split's number of tasks when `limit` is silent."""
 
     description: str
     tasks: str
     corpus: str | None
     sizes: Mapping[str, int]
+    folder: str | None = None
 
 
 EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
@@ -36,6 +39,19 @@ EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
             tasks="agentrl.data.pages:generate",
             corpus=None,
             sizes={"train": 720, "eval": 240},
+        ),
+        "arithmetic": EmbeddedSet(
+            description="sums, differences and products of small numbers, in words: answers that rules can grade",
+            tasks="agentrl.data.arithmetic:generate",
+            corpus=None,
+            sizes={"train": 400, "eval": 100},
+        ),
+        "dsbench-sklearn": EmbeddedSet(
+            description="modelling tasks on scikit-learn's bundled data sets, laid out as DSBench: CSVs to learn from",
+            tasks="agentrl.data.sklearn_suite:generate",
+            corpus=None,
+            sizes={"train": 16, "eval": 8},
+            folder="agentrl.data.sklearn_suite:prepared",
         ),
     }
 )
@@ -57,6 +73,13 @@ def embedded_corpus(name: str) -> Sequence[Mapping[str, str]] | None:
         return None
     corpus = EMBEDDED[name].corpus
     return None if corpus is None else list(_function(corpus)())
+
+
+def embedded_folder(name: str) -> Path | None:
+    """The folder of an embedded set with files of its own, made where it is absent; None for any other set. Raises
+    `ConfigError` for an unknown one."""
+    folder = _entry(name).folder
+    return None if folder is None else Path(_function(folder)())
 
 
 def _entry(name: str) -> EmbeddedSet:

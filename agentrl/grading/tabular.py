@@ -14,17 +14,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.grading.table_metrics import label_metrics, number_metrics, one_hot_metrics
+from agentrl.data.columns import Kind, as_number, task_kind
+from agentrl.grading.table_metrics import FALLBACKS, label_metrics, number_metrics, one_hot_metrics, trivial_error
 from agentrl.types import Score, Task, Trajectory
 
-Kind = Literal["classification", "regression"]
 _WHOLE = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
-_MAX_CLASSES = 10
 _NOTHING = ("nan", "+nan", "-nan", "none", "null", "na")
 
 
@@ -100,20 +99,6 @@ def score_table(submission: str, answers: str, spec: TableSpec) -> TableResult:
     return TableResult(kind, metric, value, whole, finite)
 
 
-def task_kind(columns: Sequence[Sequence[str]]) -> Kind:
-    """Labels that are no numbers, two different values, or few different whole numbers are classes."""
-    for column in columns:
-        numbers = [_number(value) for value in column]
-        if any(n is None for n in numbers):
-            return "classification"
-        distinct = set(numbers)
-        whole = all(n is not None and n.is_integer() for n in distinct)
-        few = len(distinct) <= 2 or (whole and len(distinct) <= _MAX_CLASSES and 2 * len(distinct) <= len(column))
-        if not few:
-            return "regression"
-    return "classification"
-
-
 def normalised_score(value: float | None, baseline: float, best: float) -> float:
     """max(0, (p - b) / (g - b)), for metrics that should rise and for those that should fall; 0 for None or NaN.
 
@@ -145,9 +130,28 @@ class TableGrader:
             result = score_table(trajectory.answer or "", text, spec)
         except (ValueError, KeyError, TypeError, OSError) as error:
             return Score(None, f"grader failed: {type(error).__name__}: {error}")
+        info = {
+            "kind": result.kind,
+            "metric": result.metric,
+            "metrics": dict(result.metrics),
+            "fallbacks": fallbacks(text, spec, result.kind),
+        }
         if result.normalised is None:
-            return Score(0.0, result.reason if trajectory.answer else "no answer")
-        return Score(result.normalised, f"{result.metric} {result.value:.6g}", {"metrics": dict(result.metrics)})
+            return Score(0.0, result.reason if trajectory.answer else "no answer", info)
+        return Score(result.normalised, f"{result.metric} {result.value:.6g}", info)
+
+
+def fallbacks(answers: str, spec: TableSpec, kind: Kind) -> dict[str, float]:
+    """What a failed run counts as in the fair means of a task: the fixed ones of its kind, and for errors the constant
+    mean's (`trivial_error`, over several columns the mean of it)."""
+    if kind == "classification":
+        return {name: FALLBACKS[name] for name in ("normalised", "accuracy", "f1", "auc")}
+    header, rows = _read(answers, "the answers")
+    id_column = spec.id_column or header[0]
+    targets = spec.targets or tuple(name for name in header if name != id_column)
+    errors = [trivial_error([float(row[header.index(name)]) for row in rows]) for name in targets]
+    rmse, of_range = (math.fsum(values) / len(errors) for values in zip(*errors, strict=True))
+    return {"normalised": FALLBACKS["normalised"], "rmse": rmse, "rmse_of_range": of_range}
 
 
 def spec_of(info: Mapping[str, Any]) -> TableSpec:
@@ -224,22 +228,15 @@ def _metrics(
 def _numbers(columns: Sequence[Sequence[str]], what: str) -> NDArray[np.float64]:
     """The columns as (C, N). Raises `TableError` for what is no finite number."""
     for value in (value for column in columns for value in column):
-        number = _number(value)
+        number = as_number(value)
         if number is None or not math.isfinite(number):
             raise TableError(f"{what} have {value[:40]!r} where a finite number is needed")
     return np.array([[float(value) for value in column] for column in columns])
 
 
-def _number(value: str) -> float | None:
-    try:
-        return float(value) if "_" not in value else None
-    except ValueError:
-        return None
-
-
 def _label(value: str) -> str | float:
     """A label as it is compared: numbers by value, the rest by their words."""
-    number = _number(value)
+    number = as_number(value)
     return value.casefold() if number is None or not math.isfinite(number) else number
 
 

@@ -283,7 +283,8 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
     for key, dataset in sections:
         if dataset.path is None:
             if key == "data":
-                fix = "set data.path to a .jsonl, .json or .csv file, or to an embedded set (agentrl data list)"
+                fix = "set data.path to a .jsonl, .json or .csv file, a DSBench folder, or an embedded set"
+                fix += " (agentrl data list)"
                 yield Finding("error", "data.path", "no data set is named", fix, _DATA)
             elif recipe.run.eval_every or recipe.run.keep_best:
                 why = f"run.eval_every: {recipe.run.eval_every}" if recipe.run.eval_every else "run.keep_best"
@@ -310,7 +311,14 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
     shared = overlap(loaded.get("data", []), loaded.get("data.eval", []))
     if shared:
         message = f"{len(shared)} of its {len(loaded['data.eval'])} questions are in the training data too"
-        yield Finding("warning", "data.eval.path", message, "name a held-out set")
+        message += f", {shared[0][1]!r} first (as {shared[0][0]!r})"
+        level: Level = "error" if recipe.refuses_leaks else "warning"
+        yield Finding(level, "data.eval.path", message, "name a held-out set without them", _DATA)
+    stratify = recipe.data.stratify
+    odd = next((t.id for t in loaded.get("data", ()) if stratify is not None and stratify not in t.info), None)
+    if odd is not None:
+        fix = "name a column that every task has (`agentrl data show FILE`), or leave data.stratify out"
+        yield Finding("error", "data.stratify", f"task {odd} has no {stratify!r}", fix, _DATA)
 
 
 def _corpus(recipe: BaseRecipe) -> Iterator[Finding]:

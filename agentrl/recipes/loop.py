@@ -127,7 +127,8 @@ async def rollouts(t: Training, step: int, workflow: Workflow, score_actions: Ac
     if t.recorded is not None:
         decode = {name: format.decode_completion for name, format in t.session.formats.items()}
         return t.recorded.step(step, recipe, t.served, decode)
-    tasks = order(t.tasks, recipe.run.seed, step, recipe.rollout.questions_per_step, shuffle=recipe.data.shuffle)
+    data, count = recipe.data, recipe.rollout.questions_per_step
+    tasks = order(t.tasks, recipe.run.seed, step, count, shuffle=data.shuffle, stratify=data.stratify)
     reuse = t.run.resumed and not recipe.engine.deterministic
     parts = [trajectory_from_record(r) for r in t.run.read_part(step)] if reuse else []
     versions = set(t.served.items())

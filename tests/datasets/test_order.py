@@ -9,7 +9,8 @@ import pytest
 
 from agentrl.config.schema import DatasetConfig
 from agentrl.data import fingerprint, load_tasks, order, overlap
-from agentrl.errors import ConfigError
+from agentrl.data.order import sample
+from agentrl.errors import ConfigError, DataError
 from agentrl.types import Task
 
 
@@ -66,3 +67,23 @@ def test_the_local_2wiki_splits_share_no_question(data_dir: Path) -> None:
     train, held = (load_tasks(DatasetConfig(path=f"2wiki_local_{s}.jsonl"), base=data_dir) for s in ("train", "dev"))
     assert overlap(train, held) == []
     assert len(overlap(train, train)) == len(train)
+
+
+def test_a_sample_is_drawn_by_ids_and_a_larger_one_than_there_is_is_refused() -> None:
+    tasks = _tasks(20)
+    first = [t.id for t in sample(tasks, 6, 1)]
+    assert first == sorted(first, key=int)
+    assert [t.id for t in sample(tasks[::-1], 6, 1)] == first[::-1]
+    assert [t.id for t in sample(tasks, 6, 2)] != first
+    with pytest.raises(DataError, match="sample: 21 is more than the 20 tasks"):
+        sample(tasks, 21, 1)
+
+
+def test_every_step_holds_its_share_of_each_stratum_and_every_epoch_each_task_once() -> None:
+    tasks = [Task(str(i), f"q{i}?", info={"kind": "a" if i < 20 else "b"}) for i in range(30)]
+    steps = [order(tasks, 3, step, 6, stratify="kind") for step in range(1, 11)]
+    assert all(sum(t.info["kind"] == "a" for t in step) == 4 for step in steps)
+    assert sorted(int(t.id) for step in steps[:5] for t in step) == list(range(30))
+    assert [t.id for t in steps[0]] != [t.id for t in order(tasks, 4, 1, 6, stratify="kind")]
+    with pytest.raises(DataError, match=r"data\.stratify: task 0 has no 'colour'"):
+        order(tasks, 3, 1, 6, stratify="colour")

@@ -18,6 +18,7 @@ from agentrl.grading.table_metrics import (
     majority_accuracy,
     trivial_error,
 )
+from agentrl.grading.table_report import table_report
 from agentrl.grading.tabular import TableGrader, TableSpec, normalised_score, score_table, task_kind
 from agentrl.grading.trials import trials_block
 from agentrl.types import Score, Task, Trajectory
@@ -205,9 +206,36 @@ def test_the_reward_is_the_normalised_score_and_a_failed_submission_a_true_zero(
     assert _score(HALF, info).value == pytest.approx(0.75)
     assert _score("id,y\n0,1\n", info).value == 0.0
     assert "lacks 9" in str(_score("id,y\n0,1\n", info).reason)
-    assert _score(None, info) == Score(0.0, "no answer")
+    assert (_score(None, info).value, _score(None, info).reason) == (0.0, "no answer")
     (tmp_path / "answers.csv").write_text(ANSWERS)
     assert _score(HALF, info | {"answers": None, "answers_file": str(tmp_path / "answers.csv")}).value is not None
+
+
+def test_m30_a_report_over_runs_counts_failed_ones_at_their_fallback() -> None:
+    classes = {"answers": ANSWERS, "baseline": 0.5, "best": 0.9}
+    six = HALF.replace("6,0", "6,1").replace("7,1", "7,0")
+    runs = [_score(text, classes) for text in (HALF, six, "id,y\n0,1\n", None)]
+    report = table_report(runs)
+    assert (report["runs"], report["success_rate"], report["missing"]) == (4, 0.5, 0)
+    assert report["classification"]["accuracy"] == {"plain": pytest.approx(0.7), "fair": pytest.approx(0.6)}
+    assert report["classification"]["success_rate"] == 0.5
+    assert report["normalised"] == {"plain": pytest.approx(0.5), "fair": pytest.approx(0.25)}
+    assert "regression" not in report
+
+    numbers = "id,y\n" + "".join(f"{i},{i / 4}\n" for i in range(9))
+    good = _score(numbers, {"answers": numbers, "baseline": 1.0, "best": 0.1})
+    bad = _score("nonsense", {"answers": numbers, "baseline": 1.0, "best": 0.1})
+    both = table_report([good, bad, Score(None, "rollout failed: x")])
+    assert both["regression"]["rmse_of_range"]["fair"] == pytest.approx(trivial_error([i / 4 for i in range(9)])[1] / 2)
+    assert both["regression"]["rmse_of_range"]["plain"] == 0.0
+    assert (both["success_rate"], both["missing"]) == (pytest.approx(1 / 3), 1)
+    assert table_report([]) == {"runs": 0, "success_rate": None, "missing": 0}
+
+
+def test_m30_metrics_that_a_task_lacks_are_in_no_mean() -> None:
+    three = "id,y\n" + "".join(f"{i},{'abc'[i % 3]}\n" for i in range(9))
+    report = table_report([_score(three, {"answers": three, "baseline": 0.3, "best": 1.0})])
+    assert set(report["classification"]) == {"runs", "success_rate", "accuracy", "f1"}
 
 
 def test_a_task_at_fault_is_missing(tmp_path: Path) -> None:

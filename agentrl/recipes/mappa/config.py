@@ -122,6 +122,7 @@ class MappaRecipe(BaseRecipe):
     """A MAPPA recipe: at least one agent, each with a policy of its own or a shared one."""
 
     group_relative: ClassVar[bool] = False
+    refuses_leaks: ClassVar[bool] = True
 
     method: Literal["mappa"]
     agents: dict[str, TeamAgentConfig]  # type: ignore[assignment]  # narrowed: a team's agents say more

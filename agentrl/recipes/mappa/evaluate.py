@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from agentrl.grading.interval import eval_block
+from agentrl.grading.table_report import table_report
 from agentrl.grading.trials import trials_block
 from agentrl.protocols import Reward
 from agentrl.recipes.collect import Collected, collect, jobs_for, rollout_metrics, total_counts
@@ -112,6 +113,8 @@ async def _evaluate(recipe: MappaRecipe, options: VerbOptions, run: Run) -> dict
         "rollouts": rollout_metrics(collected) | coach_metrics(recipe, collected.scored),
         "counts": dict(sorted(total_counts(collected.scored).items())),
     }
+    if recipe.reward == "table":
+        result["table"] = table_report([one.outcome for one in collected.scored])
     run.write_summary(result)
     return {"run": str(run.path), **result}
 

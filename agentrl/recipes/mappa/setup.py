@@ -90,12 +90,14 @@ def eval_tasks(recipe: MappaRecipe) -> list[Task]:
 
 
 def refuse_leak(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """Raises `DataError` when a held-out question is among the training ones, whatever its case and spacing (M-32)."""
+    """Raises `DataError` when a held-out problem is among the training ones: by its text, whatever its case and
+    spacing, or by its contest, year and number (M-32)."""
     shared = overlap(tasks, held_out)
     if shared:
-        first = shared[0][1]
+        trained, first = shared[0]
         raise DataError(
-            f"data.eval.path: {len(shared)} of its {len(held_out)} questions are trained on too, {first!r} first",
+            f"data.eval.path: {len(shared)} of its {len(held_out)} questions are trained on too, {first!r} first "
+            f"(as {trained!r} in data.path)",
             "name a held-out set without them",
         )
 
