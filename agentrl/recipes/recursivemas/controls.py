@@ -4,6 +4,7 @@
     zero        every block is zeros
     shuffled    each block comes from a question with another answer
     single      the decoder alone, on the question and the instruction
+    text        written messages instead of blocks (`text_team`)
 
 Source: specs, sections 8.4 (m = 0 already gives most of the score) and 11.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -42,24 +44,63 @@ def shuffled(send: Send, order: Sequence[int]) -> Send:
 
 
 def derangement(answers: Sequence[str | None], seed: int) -> tuple[int, ...]:
-    """A permutation in which nobody hears a question with an equal answer, random for a seed.
-
-    Sorted by answer and turned by the size of the largest group, no two equal answers meet. Raises `DataError` when
-    more than half of the answers are equal, since there is none then.
-    """
-    largest = max(Counter(answers).values(), default=0)
-    if 2 * largest > len(answers):
-        raise DataError(
-            f"{largest} of {len(answers)} answers are equal, so shuffled latents would often be right",
-            "evaluate more questions at a time, with other answers",
-        )
-    drawn = list(range(len(answers)))
-    random.Random(seed).shuffle(drawn)
-    by_answer = sorted(drawn, key=lambda i: str(answers[i]))
+    """A permutation in which nobody hears a question with an equal answer, random for a seed: within each group of
+    `partners` everyone hears the next. Raises as `partners`."""
     out = [0] * len(answers)
-    for place, index in enumerate(by_answer):
-        out[index] = by_answer[(place + largest) % len(by_answer)]
+    for group in partners(answers, seed):
+        for place, index in enumerate(group):
+            out[index] = group[(place + 1) % len(group)]
     return tuple(out)
+
+
+def partners(answers: Sequence[str | None], seed: int) -> tuple[tuple[int, ...], ...]:
+    """All questions in pairs, or one group of three, whose answers differ: whoever thinks together can be crossed.
+
+    Sorted by answer, questions half the list apart cannot be equal unless more than half are. Raises `DataError` when
+    more than half of the answers are equal, since there is no such grouping then.
+    """
+    total, largest = len(answers), max(Counter(answers).values(), default=0)
+    if 2 * largest > total:
+        raise DataError(
+            f"{largest} of {total} answers are equal, so shuffled latents would often be right",
+            "evaluate more questions, with other answers, or leave out the control shuffled",
+        )
+    drawn = random.Random(seed)
+    places = list(range(total))
+    drawn.shuffle(places)
+    by_answer = sorted(places, key=lambda i: str(answers[i]))
+    half = total // 2
+    groups = [(by_answer[i], by_answer[i + half]) for i in range(total % 2, half)]
+    if total % 2:
+        groups = [(by_answer[0], by_answer[half], by_answer[2 * half]), *groups]
+    drawn.shuffle(groups)
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """Questions that think together, and of whom each hears: `order[b]` is a place in `tasks`."""
+
+    tasks: tuple[Task, ...]
+    order: tuple[int, ...]
+
+
+def crossed_batches(tasks: Sequence[Task], size: int, seed: int) -> list[Crossed]:
+    """Batches of about `size` questions (two or three at least) that are crossed among themselves. A question without
+    a reference answer counts as having one of its own. Raises `DataError` as `partners`."""
+    answers = [task.references[0] if task.references else f"task {task.id}" for task in tasks]
+    batches: list[list[tuple[int, ...]]] = [[]]
+    for group in partners(answers, seed):
+        if batches[-1] and sum(map(len, batches[-1])) + len(group) > size:
+            batches.append([])
+        batches[-1].append(group)
+    out = []
+    for batch in batches:
+        flat = [index for group in batch for index in group]
+        place = {index: at for at, index in enumerate(flat)}
+        hears = {index: group[(i + 1) % len(group)] for group in batch for i, index in enumerate(group)}
+        out.append(Crossed(tuple(tasks[i] for i in flat), tuple(place[hears[i]] for i in flat)))
+    return out
 
 
 def single_prompts(system: System, system_text: str, instruction: str, tasks: Sequence[Task]) -> tuple[Prompt, ...]:

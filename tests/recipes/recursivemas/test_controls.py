@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.controls import derangement, shuffled, single_prompts, zeroed
+from agentrl.recipes.recursivemas.controls import crossed_batches, derangement, shuffled, single_prompts, zeroed
 from agentrl.recipes.recursivemas.recursion import run_rounds, sender, thinker
 from agentrl.types import Embeddings, Task
 
@@ -44,6 +44,26 @@ def test_t25_nobody_hears_of_a_question_with_an_equal_answer(answers, seed):
     assert sorted(order) == list(range(len(answers)))
     assert all(answers[b] != answers[source] for b, source in enumerate(order))
     assert order == derangement(answers, seed)
+
+
+@given(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=40), st.integers(0, 5), st.integers(1, 9))
+def test_t25_batches_are_crossed_among_themselves_and_hold_every_question_once(answers, seed, size):
+    if 2 * max(answers.count(a) for a in answers) > len(answers):
+        return
+    tasks = [Task(str(i), "?", (answer,)) for i, answer in enumerate(answers)]
+    batches = crossed_batches(tasks, size, seed)
+    assert sorted(int(t.id) for b in batches for t in b.tasks) == list(range(len(tasks)))
+    for batch in batches:
+        assert len(batch.tasks) <= max(size, 3)
+        assert sorted(batch.order) == list(range(len(batch.tasks)))
+        heard = [batch.tasks[i].references for i in batch.order]
+        assert all(own.references != other for own, other in zip(batch.tasks, heard, strict=True))
+
+
+def test_t25_a_question_without_a_reference_may_hear_of_any_other():
+    (batch,) = crossed_batches([Task("a", "?"), Task("b", "?")], 8, 0)
+    assert set(batch.order) == {0, 1}
+    assert batch.order[0] == 1
 
 
 def test_t25_a_single_agent_reads_the_question_alone(make_system):
