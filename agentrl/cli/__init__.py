@@ -16,6 +16,7 @@ from agentrl.cli import console
 from agentrl.cli.mappa import app as mappa_app
 from agentrl.cli.mars import app as mars_app
 from agentrl.cli.method import DebugOption, JsonOption, RecipeArgument, SetOption, SmokeOption
+from agentrl.cli.recursivemas import app as recursivemas_app
 
 
 class ContractGroup(TyperGroup):
@@ -190,7 +191,7 @@ def inspect_command(
         _leave(inspect(run, run_b, step, trajectory, agent, tokens, html, plot, run_dir))
 
 
-@app.command("export", help="Write a checkpoint as a plain Hugging Face folder.")
+@app.command("export", help="Write a checkpoint as a plain Hugging Face folder, or its links.")
 def export_command(
     run: RunArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST")],
@@ -200,6 +201,9 @@ def export_command(
         str | None,
         typer.Option("--dtype", metavar="D", help="float32 or bfloat16; the run's compute dtype if not set."),
     ] = None,
+    official: Annotated[
+        bool, typer.Option("--official", help="Links only: the released layout, a folder per agent and one of edges.")
+    ] = False,
     run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Where runs lie by name.")] = "runs",
     debug: DebugOption = False,
 ) -> None:
@@ -208,8 +212,8 @@ def export_command(
             raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
         from agentrl.cli.export import export
 
-        export(run, step, policy, dest, run_dir, dtype)
+        export(run, step, policy, dest, run_dir, dtype, official)
 
 
-for group in (recipes_app, models_app, data_app, mars_app, mappa_app):
+for group in (recipes_app, models_app, data_app, mars_app, mappa_app, recursivemas_app):
     app.add_typer(group)

@@ -1,4 +1,4 @@
-"""`agentrl export`: a checkpoint's policy as a plain Hugging Face folder."""
+"""`agentrl export`: a checkpoint's policy as a plain Hugging Face folder, or its links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from agentrl.run import read_manifest, whole_checkpoints
 
 
 def export(
-    run: str, step: int | None, policy: str | None, dest: Path, runs: str = "runs", dtype: Dtype | None = None
+    run: str,
+    step: int | None,
+    policy: str | None,
+    dest: Path,
+    runs: str = "runs",
+    dtype: Dtype | None = None,
+    official: bool = False,
 ) -> None:
     """Write the policy of a run's newest checkpoint, or of `step`, to `dest`, and print the folder.
 
@@ -22,6 +28,11 @@ def export(
     """
     folder = _run_folder(run, runs)
     checkpoint = _checkpoint(folder, step)
+    if (checkpoint / "links").is_dir():
+        _export_links(folder, checkpoint, policy, dest, dtype, official)
+        return
+    if official:
+        raise ConfigError(f"--official: {folder.name} trained no links", "leave it out")
     try:
         name, target = _write(folder, checkpoint, policy, dest, dtype)
     except Exception:  # safetensors has fault types of its own for a file that is gone
@@ -31,6 +42,17 @@ def export(
         checkpoint = _checkpoint(folder, step)
         name, target = _write_once_more(folder, checkpoint, policy, dest, dtype)
     console.out(f"{target}: policy {name} of {folder.name} after step {int(checkpoint.name.removeprefix('step_'))}")
+
+
+def _export_links(
+    run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None, official: bool
+) -> None:
+    from agentrl.recipes.recursivemas.export import export_links
+
+    if policy is not None:
+        raise ConfigError(f"--policy {policy}: {run.name} trained links, its models are frozen", "leave --policy out")
+    target = export_links(run, checkpoint, dest.expanduser(), dtype or "float32", official=official)
+    console.out(f"{target}: links of {run.name} after step {int(checkpoint.name.removeprefix('step_'))}")
 
 
 def _write(run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None) -> tuple[str, Path]:

@@ -202,14 +202,14 @@ def _add_infer(app: typer.Typer, method: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         with console.session(quiet=quiet, json_output=json_output, debug=debug):
-            asked = _one_question(question, input_file)
+            asked = one_question(question, input_file)
             keys = {"run__dir": run_dir, "run__name": name, "run__seed": seed, "model__checkpoint": checkpoint}
             talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
             given = {"checkpoint": checkpoint, "run_dir": run_dir, "name": name, **asked, **talk}
             run_verb(method, "infer", recipe, aliases(set_, **keys), smoke=smoke, needs_data=False, **given)
 
 
-def _one_question(question: str | None, input_file: Path | None) -> dict[str, Any]:
+def one_question(question: str | None, input_file: Path | None) -> dict[str, Any]:
     """Exactly one of the two ways to ask. Raises `ConfigError` or `DataError`."""
     from agentrl.errors import ConfigError, DataError
 

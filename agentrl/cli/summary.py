@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.cli import console
 
-_LEFT_OUT = ("items", "versions", "config")  # `--json` and the run folder hold them
+_LEFT_OUT = ("items", "versions", "config", "training")  # `--json` and the run folder hold them
 _SCORES = {"eval_before": "held-out before", "eval_after": "held-out after", "eval": "held-out", "rise": "rise"}
 
 
@@ -20,6 +20,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         elif key == "answers" and isinstance(value, (list, tuple)) and all("turns" in item for item in value):
             for answer in value:
                 _show_answer(answer)
+        elif key == "answers" and isinstance(value, (list, tuple)) and all("trace" in item for item in value):
+            for answer in value:
+                _show_thoughts(answer)
         else:
             _show(key, value)
     for line in last:
@@ -49,6 +52,31 @@ def _show_answer(answer: Mapping[str, Any]) -> None:
             console.out(_indented(turn.get("tool") or "environment", turn["observation"]))
     reason = f" ({answer['status_reason']})" if answer.get("status_reason") else ""
     console.out(f"answer: {'none' if answer['answer'] is None else answer['answer']}{reason}")
+
+
+def _show_thoughts(answer: Mapping[str, Any]) -> None:
+    """A question, what every agent thought in each round, the text, the answer, and what it all cost."""
+    console.out(f"question: {answer['question']}")
+    rows = [
+        (
+            stage["round"],
+            stage["agent"],
+            stage["steps"],
+            stage["positions"],
+            stage["reused"],
+            "-" if stage["state_norm"] is None else f"{stage['state_norm']:.2f}",
+            ", ".join(f"{edge} {norm:.2f}" for edge, norm in stage["sent_norm"].items()),
+        )
+        for stage in answer["trace"]
+    ]
+    console.table(
+        ("round", "agent", "steps", "positions", "reused", "state norm", "sent, norm"), rows, "latent thoughts"
+    )
+    console.out(_indented("text", answer["text"]))
+    reason = f" ({answer['status_reason']})" if answer.get("status_reason") else ""
+    console.out(f"answer: {'none' if answer['answer'] is None else answer['answer']}{reason}")
+    counts = answer["counts"]
+    console.table([name.replace("_", " ") for name in counts], [[f"{n:g}" for n in counts.values()]], "counts")
 
 
 def _indented(who: str, text: str) -> str:

@@ -420,7 +420,8 @@ class BaseRecipe(Section):
         return ()
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """What the method itself has to say in `check`: (level error | warning | info, dotted key, "cause; fix")."""
+        """What the method itself has to say in `check`: (level, dotted key, "cause; fix"). Levels are error, missing
+        (something that this machine lacks), warning and info."""
         return []
 
     @model_validator(mode="after")

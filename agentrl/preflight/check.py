@@ -111,10 +111,13 @@ def _recipe(recipe: BaseRecipe) -> Iterator[Finding]:
                 "error", key, f"{target!r}: {why}", "name it module:function; the current folder is searched too"
             )
     for level, key, text in recipe.findings():
-        if level not in ("error", "warning", "info"):
+        if level not in ("error", "missing", "warning", "info"):
             raise ValueError(f"unknown level {level!r} of a finding")
         message, _, fix = text.rpartition("; ") if "; " in text else (text, "", f"change {key}")
-        yield Finding(level, key, message, fix)  # type: ignore[arg-type]  # checked above
+        if level == "missing":
+            yield Finding("error", key, message, fix, _ENVIRONMENT)
+        else:
+            yield Finding(level, key, message, fix)  # type: ignore[arg-type]  # checked above
 
 
 def missing_callable(target: str) -> str | None:
@@ -276,7 +279,7 @@ def _not_built(recipe: BaseRecipe) -> Iterator[Finding]:
 
 
 def _data(recipe: BaseRecipe) -> Iterator[Finding]:
-    from agentrl.data import EMBEDDED, load_tasks, overlap
+    from agentrl.data import BENCHMARKS, EMBEDDED, load_tasks, overlap
 
     loaded: dict[str, list[Task]] = {}
     sections: list[tuple[str, DatasetConfig]] = [("data", recipe.data), ("data.eval", recipe.data.eval)]
@@ -291,7 +294,7 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
                 fix = f"set data.eval.path, or leave out {why.partition(':')[0]}"
                 yield Finding("error", "data.eval.path", f"no held-out set is named, but {why} evaluates", fix)
             continue
-        if dataset.path not in EMBEDDED and not Path(dataset.path).exists():
+        if dataset.path not in EMBEDDED and dataset.path not in BENCHMARKS and not Path(dataset.path).exists():
             message = f"there is no file and no embedded set {dataset.path!r}"
             fix = f"--set {key}.path=FILE (.jsonl, .json or .csv), or an embedded set (agentrl data list)"
             yield Finding("error", f"{key}.path", message, fix, _DATA)

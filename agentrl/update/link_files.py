@@ -140,26 +140,6 @@ def read_state(path: Path, spec: LinkSpec | None = None) -> dict[str, Tensor]:
     return dict(state)
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """What one of our files says about itself, read from its first bytes; no tensor is loaded. `training` is None for
-    random weights, and empty where nobody said. Raises `MissingError` and `DataError`."""
-    if not path.is_file():
-        raise MissingError(f"there is no link file {path}", "train the links, or name the folder that holds them")
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if size < 1 << 24 else {}
-        found = {key: json.loads(value) for key, value in header.get("__metadata__", {}).items()}
-    except (ValueError, AttributeError, TypeError):
-        raise DataError(f"{path} is no link file of ours", "write links with agentrl, or use a .pt file") from None
-    return {"training": {}, **found}
-
-
-def check_metadata(path: Path, spec: LinkSpec) -> None:
-    """The same checks of a file's metadata as `load_link` makes, without its tensors."""
-    _check_metadata(path, {key: json.dumps(value) for key, value in read_metadata(path).items()}, spec)
-
-
 def _metadata(spec: LinkSpec) -> dict[str, Any]:
     return {
         "agentrl_link": 1,

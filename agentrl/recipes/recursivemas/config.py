@@ -339,6 +339,8 @@ class RecursiveRecipe(BaseRecipe):
                 raise ValueError(f"{key}: has no effect; RecursiveMAS has no sampled groups and no advantages")
         if "eval_temperature" in self.run.model_fields_set:
             raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
+        if self.launch.ranks > 1:
+            raise ValueError("launch.ranks: has no effect; links are trained by the driver alone")
         if self.run.save_prompt_ids:
             raise ValueError("run.save_prompt_ids: prompts hold latents, which have no ids")
         if self.recursivemas.decodes > 1 and self.decoder.sampling.temperature == 0:
@@ -346,6 +348,24 @@ class RecursiveRecipe(BaseRecipe):
         if self.engine.kind == "scripted":
             raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
         return self
+
+    def findings(self) -> list[tuple[str, str, str]]:
+        """Links of other models, prompts that no window holds, and graders that are not there."""
+        from agentrl.recipes.recursivemas.findings import findings
+
+        return list(findings(self))
+
+    @classmethod
+    def smoke(cls) -> dict[str, Any]:
+        """As `smoke_of` for a recipe that sets nothing."""
+        return cls.smoke_of({})
+
+    @classmethod
+    def smoke_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same graph and prompts on the embedded model and data, with new links, two steps long."""
+        from agentrl.recipes.recursivemas.smoke import smoke_overrides
+
+        return smoke_overrides(values)
 
     @property
     def questions_per_step(self) -> tuple[str, int]:

@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 
-from agentrl.config.shipped import shipped_links
 from agentrl.errors import ConfigError, DataError, MissingError
 from agentrl.recipes.recursivemas.config import OfficialLinks, RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
+from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, links_folder, outer_name
 from agentrl.rollout.latent import Backbone
-from agentrl.run import latest_checkpoint
 from agentrl.update.link_files import (
     LinkSpec,
     StoredDtype,
     load_link,
     official_inner_file,
     official_outer_files,
-    read_metadata,
     save_link,
 )
+from agentrl.update.link_header import read_metadata
 from agentrl.update.links import InnerLink, Link, OuterLink, mean_token_norm
 
 
@@ -72,14 +71,6 @@ class Links:
     def after(self, names: Iterable[str], how: Mapping[str, Any]) -> Links:
         """The same links, of which those named were trained so."""
         return replace(self, training={**self.training, **dict.fromkeys(names, how)})
-
-
-def inner_name(agent: str) -> str:
-    return f"inner-{agent}"
-
-
-def outer_name(edge: Edge) -> str:
-    return f"outer-{edge.name}"
 
 
 def specs_for(
@@ -167,37 +158,6 @@ def save_links(links: Links, folder: Path, dtype: StoredDtype = "float32") -> No
     specs |= {outer_name(e): spec for e, spec in links.outer_specs.items()}
     for name, link in links.by_name.items():
         save_link(link, file_in(folder, name), specs[name], dtype, links.training[name])
-
-
-def file_in(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
-
-
-def links_folder(name: str, runs: str) -> Path:
-    """A folder of links, the newest whole checkpoint of a run (RUN, RUN@step), or links that come with the package."""
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "checkpoints").is_dir():
-        return path
-    base, _, step = name.rpartition("@")
-    named: list[tuple[str, int | None]] = [(name, None)]  # a run that is literally called RUN@step comes first
-    if base and step.isdecimal():
-        named.append((base, int(step)))
-    for candidate, number in ((place / run, at) for run, at in named for place in (Path(), Path(runs))):
-        candidate = candidate.expanduser()
-        if (candidate / "checkpoints").is_dir():
-            found = latest_checkpoint(candidate, number)
-            if found is not None and (found / "links").is_dir():
-                return found / "links"
-            wanted = "checkpoint" if number is None else f"checkpoint of step {number}"
-            raise MissingError(f"{candidate} has no whole {wanted} with links", "name another step, or train first")
-    shipped = shipped_links()
-    if name in shipped:
-        return shipped[name]
-    come = f"; the package comes with {', '.join(shipped)}" if shipped else ""
-    raise MissingError(
-        f"recursivemas.links: there is no folder or run {name!r} with links",
-        f"name a folder of link files, or a run{come}",
-    )
 
 
 def _official_files(

@@ -9,6 +9,7 @@ from pathlib import Path
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.link_folders import link_name
 from agentrl.recipes.recursivemas.links import Links, open_links
 from agentrl.recipes.recursivemas.recursion import Agent, System
 from agentrl.recipes.session import model_folder
@@ -59,9 +60,3 @@ def load_system(recipe: RecursiveRecipe, links: Links | None = None, *, allow_un
     outer = {edge: link.to(by_agent[edge.source].device).requires_grad_(False) for edge, link in opened.outer.items()}
     decoders = {policy: by_place[(folders[policy], recipe.policy_models[policy].dtype)] for policy in folders}
     return Loaded(System(config.graph, agents, outer), opened, decoders)
-
-
-def link_name(model: str) -> str:
-    """How link files call a model: by its name, or by the last part of its folder, which may lie elsewhere tomorrow."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model

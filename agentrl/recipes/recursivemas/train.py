@@ -27,7 +27,7 @@ from agentrl.recipes.recursivemas.held_out import (
     inner_prompts,
     refuse_long_tasks,
 )
-from agentrl.recipes.recursivemas.links import links_folder
+from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.texts import read_texts, with_random_answers

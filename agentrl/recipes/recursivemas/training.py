@@ -25,13 +25,15 @@ from agentrl.recipes.loop import mean
 from agentrl.recipes.recursivemas.config import RecursiveRecipe, Stage
 from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.held_out import HeldOut
-from agentrl.recipes.recursivemas.links import Links, file_in, inner_name, outer_name, save_links
+from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer_name
+from agentrl.recipes.recursivemas.links import Links, save_links
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.texts import Texts, entropy_floor
 from agentrl.recipes.registry import VerbOptions
 from agentrl.run import Run
 from agentrl.types import Task
-from agentrl.update.link_files import load_link, read_metadata
+from agentrl.update.link_files import load_link
+from agentrl.update.link_header import read_metadata
 from agentrl.update.link_trainer import LinkTrainer
 from agentrl.update.links import checksum, mean_token_norm
 
