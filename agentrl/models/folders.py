@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,14 +45,12 @@ def count_parameters(folder: Path) -> int:
 
     Raises `MissingError` where a file is cut short or no safetensors file.
     """
-    total = 0
-    for path in weight_files(folder):
-        for entry in _read_header(path).values():
-            size = 1
-            for length in entry["shape"]:
-                size *= length
-            total += size
-    return total
+    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every stored tensor by name, from the headers alone. Raises as `count_parameters`."""
+    return {n: tuple(e["shape"]) for path in weight_files(folder) for n, e in _read_header(path).items()}
 
 
 def _read_header(path: Path) -> dict[str, dict[str, Any]]:

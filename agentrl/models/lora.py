@@ -6,20 +6,24 @@ Tensors go by the names that peft gives them, without its prefix: `model.layers.
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import LoraConfig
 from agentrl.errors import ConfigError, DataError
+from agentrl.models.folders import weight_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
     from transformers import PreTrainedModel
 
+_LAYER = re.compile(r"\.\d+\.")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
@@ -31,6 +35,9 @@ class Adapter:
 
     lora: LoraConfig | None = None
     start: Path | None = None
+
+
+NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
 class AdaptedModel:
@@ -45,6 +52,9 @@ class AdaptedModel:
         self._layers: list[Any] = []
         self.transposed = False
         self._active: str | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._keys
 
     @property
     def active(self) -> str | None:
@@ -113,15 +123,60 @@ class AdaptedModel:
             inside = path.endswith(".base_layer") or ".lora_" in path
             if isinstance(inner, (nn.Linear, Conv1D)) and inner is not head and not inside:
                 linear[path.rpartition(".")[2]] = isinstance(inner, Conv1D)
-        targets = tuple(sorted(linear)) if lora.target_modules is None else lora.target_modules
-        unknown = [name for name in targets if name not in linear]
-        if unknown:
-            raise ConfigError(
-                f"lora.target_modules: {unknown[0]!r} is no linear layer of {type(self.model).__name__}, "
-                "or is its head, which is never adapted",
-                f"use some of {', '.join(sorted(linear))}",
-            )
+        targets = _chosen(lora, sorted(linear), type(self.model).__name__)
         return targets, any(linear[name] for name in targets)
+
+
+def share_models(policies: Mapping[str, Path], adapters: Mapping[str, Adapter]) -> tuple[tuple[str, ...], ...]:
+    """The policies by the model that serves them: those among `adapters` that have a folder together, others alone."""
+    groups: dict[Path | str, list[str]] = {}
+    for name, folder in policies.items():
+        groups.setdefault(folder if name in adapters else name, []).append(name)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def linear_layers(folder: Path) -> dict[str, tuple[int, int]]:
+    """The shape of every matrix that an adapter may go with, by its layer's name, from a model folder's headers alone.
+
+    Embeddings and head are told by the vocabulary, positions by their number. Raises `MissingError` as `weight_files`.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    tables = {text.get("vocab_size"), text.get("max_position_embeddings"), text.get("n_positions")}
+    found = {}
+    for name, shape in weight_shapes(folder).items():
+        layer, _, leaf = name.rpartition(".")
+        is_table = shape[:1] and shape[0] in tables and ("embed" in layer or not _LAYER.search(layer))
+        if leaf == "weight" and len(shape) == 2 and not is_table:
+            found[layer] = (shape[0], shape[1])
+    return found
+
+
+def target_modules(folder: Path, lora: LoraConfig) -> tuple[str, ...]:
+    """The last names of the layers that get an adapter, told without loading the model.
+
+    Raises `ConfigError` for one that no layer has.
+    """
+    linear = sorted({name.rpartition(".")[2] for name in linear_layers(folder)})
+    return _chosen(lora, linear, folder.name)
+
+
+def _chosen(lora: LoraConfig, linear: Sequence[str], model: str) -> tuple[str, ...]:
+    targets = tuple(linear) if lora.target_modules is None else lora.target_modules
+    for name in targets:
+        if name not in linear:
+            raise ConfigError(
+                f"lora.target_modules: {name!r} is no linear layer of {model}, or is its head, which is never adapted",
+                f"use some of {', '.join(linear)}",
+            )
+    return targets
+
+
+def num_parameters(folder: Path, lora: LoraConfig) -> int:
+    """The parameters of an adapter: rank x (inputs + outputs) of every layer that gets one. Raises as above."""
+    targets = target_modules(folder, lora)
+    layers = linear_layers(folder).items()
+    return sum(lora.rank * sum(shape) for name, shape in layers if name.rpartition(".")[2] in targets)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.schema import EngineConfig
 from agentrl.errors import ConfigError, MissingError
+from agentrl.models.lora import NO_ADAPTERS, AdaptedModel, Adapter, load_into
 from agentrl.protocols import Engine
 from agentrl.rollout.gate import Gate
 
@@ -26,12 +27,14 @@ def make_engine(
     seed: int,
     gate: Gate,
     max_model_len: int | None = None,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> Engine:
     """The engine that `config` names, serving `policies` (name -> folder in Hugging Face layout).
 
     `dtype` is used where `config.dtype` is not set, `max_model_len` where `config.max_model_len` is not set; without
-    either, the window is the model's own. Policies that share a folder still have weights of their own. Raises
-    `MissingError` for a folder that lacks files and `ConfigError` for a model that the engine cannot serve.
+    either, the window is the model's own. Policies that share a folder still have weights of their own, but for those
+    among `adapters`, which share one model. Raises `MissingError` for a folder that lacks files and `ConfigError` for
+    a model that the engine cannot serve.
     """
     dtype = config.dtype or dtype
     window = config.max_model_len or max_model_len
@@ -49,14 +52,38 @@ def make_engine(
         )
     from agentrl.rollout.hf import HFEngine
 
+    served, shared = _load_hf(policies, adapters, dtype)
     return HFEngine(
-        {name: load_hf_policy(folder, dtype) for name, folder in policies.items()},
+        served,
         seed=seed,
         gate=gate,
         deterministic=config.deterministic,
         max_batch=config.max_batch,
         max_model_len=window,
+        adapters=shared,
     )
+
+
+def _load_hf(
+    policies: Mapping[str, Path], adapters: Mapping[str, Adapter], dtype: Literal["float32", "bfloat16"]
+) -> tuple[dict[str, HFPolicy], dict[str, AdaptedModel]]:
+    """Every policy, those among `adapters` on one model per folder, and those models by policy."""
+    bases: dict[Path, tuple[HFPolicy, AdaptedModel]] = {}
+    served, shared = {}, {}
+    for name, folder in policies.items():
+        adapter = adapters.get(name)
+        if adapter is None:
+            served[name] = load_hf_policy(folder, dtype)
+            continue
+        if folder not in bases:
+            policy = load_hf_policy(folder, dtype)
+            bases[folder] = policy, AdaptedModel(policy.model)
+        served[name], shared[name] = bases[folder]
+        if adapter.lora is not None:
+            parameters = shared[name].add(name, adapter.lora)
+            if adapter.start is not None:
+                load_into(parameters, adapter.start, adapter.lora)
+    return served, shared
 
 
 def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"]) -> HFPolicy:

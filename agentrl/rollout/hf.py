@@ -53,16 +53,22 @@ class HFEngine:
         deterministic: bool = False,
         max_batch: int = 64,
         max_model_len: int | None = None,
+        adapters: Mapping[str, AdaptedModel] = NO_ADAPTERS,
     ) -> None:
         self._policies = {name: _with_grammar(policy) for name, policy in policies.items()}
         self._versions = dict.fromkeys(policies, 0)
         self._computed = dict.fromkeys(policies, 0)
-        self._heads = {}
-        for name, policy in policies.items():
-            use_prefix_attention(policy.model.eval())
-            self._heads[name] = use_float32_head(policy.model)
+        self._adapters = dict(adapters)
+        heads, limits = {}, {}
+        for policy in policies.values():
+            model = id(policy.model)
+            if model not in heads:
+                use_prefix_attention(policy.model.eval())
+                heads[model] = use_float32_head(policy.model)
+                limits[model] = shared_prefix_limit(policy)
+        self._heads = {n: heads[id(p.model)] for n, p in policies.items()}
         self._windows = {n: _window(p, max_model_len) for n, p in policies.items()}
-        self._share_limits = {n: shared_prefix_limit(p) for n, p in policies.items()}
+        self._share_limits = {n: limits[id(p.model)] for n, p in policies.items()}
         self._seed = seed
         self._max_batch = max_batch
         self._queue: GateQueue[Row] = GateQueue(gate, self._serve, full=None if deterministic else max_batch)
@@ -151,6 +157,9 @@ class HFEngine:
                 pending.answer(completion)
 
     def _generate(self, name: str, rows: list[Row]) -> list[Completion]:
+        shared = self._adapters.get(name)
+        if shared is not None:
+            shared.use(name if name in shared else None)
         completions = generate_batch(
             self._policies[name],
             rows,

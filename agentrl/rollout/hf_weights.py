@@ -1,30 +1,35 @@
-"""Copying new weights into a model in place."""
+"""Copying new weights into a model, or into an adapter on it, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from agentrl.errors import EngineError
+from agentrl.models.lora import PREFIX
 from agentrl.protocols import WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@torch.no_grad()
 def copy_weights(model: PreTrainedModel, source: WeightSource, policy: str) -> None:
     """Copy every parameter of `source` into `model`, by name, converted to the model's dtype.
 
     Names and shapes are checked before anything is written. One name of a tied group is enough. Raises
     `EngineError` that names the first fault.
     """
+    copy_parameters(dict(model.named_parameters(remove_duplicate=False)), source, policy)
+
+
+@torch.no_grad()
+def copy_parameters(own: Mapping[str, torch.nn.Parameter], source: WeightSource, policy: str) -> None:
+    """The same into the parameters of a model, or of an adapter, whose files have peft's prefix."""
     if (source.folder is None) == (source.tensors is None):
         raise EngineError(f"no weights for policy {policy!r}", "give a folder or tensors, one of them")
-    own = dict(model.named_parameters(remove_duplicate=False))
     given = dict(source.tensors) if source.tensors is not None else dict(_read(source.folder))
     for name, tensor in given.items():
         if name not in own:
@@ -52,4 +57,4 @@ def _read(folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
         with safe_open(path, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                yield name, handle.get_tensor(name)
+                yield name.removeprefix(PREFIX), handle.get_tensor(name)

@@ -1,4 +1,5 @@
-"""The vllm engine: one Ray actor per policy, each around vLLM's asynchronous engine, on CPU or GPU.
+"""The vllm engine: one Ray actor per policy, or for all policies that are adapters on one model, each around vLLM's
+asynchronous engine, on CPU or GPU.
 
 Prompts go in and ids come out as token ids. Every sampling value is sent explicitly, the seed is a function of the
 run's seed and the request's key, and the policy version in a completion is the actor's own count. There is no sleep:
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agentrl.config.schema import EngineConfig
 from agentrl.errors import ConfigError, EngineError, RunFailedError
 from agentrl.grammar import GrammarFactory
 from agentrl.launch.cluster import Cluster
+from agentrl.models.lora import NO_ADAPTERS, Adapter, share_models
 from agentrl.protocols import WeightSource
 from agentrl.rollout.engine import end_ids
 from agentrl.rollout.faults import PromptTooLongError
@@ -36,15 +38,24 @@ from agentrl.rollout.vllm_fields import (
     sampling_fields,
     threads_share,
 )
-from agentrl.rollout.weight_folder import weight_folder
+from agentrl.rollout.weight_folder import adapter_folder, weight_folder
 from agentrl.types import Completion, Request
 
 
 class VLLMEngine:
     """Serves policies through vLLM. Implements `agentrl.protocols.Engine`; made by `await VLLMEngine.start(...)`."""
 
-    def __init__(self, policies: Mapping[str, Path], *, seed: int, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, Path],
+        *,
+        seed: int,
+        cluster: Cluster,
+        adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    ) -> None:
         self.actors: dict[str, Any] = {}
+        self._engines: list[Any] = []
+        self._adapters = dict(adapters)
         self._folders = dict(policies)
         self._seed = seed
         self._cluster = cluster
@@ -67,13 +78,15 @@ class VLLMEngine:
         gpus: int | None = None,
         max_model_len: int | None = None,
         address: str | None = None,
+        adapters: Mapping[str, Adapter] = NO_ADAPTERS,
         start_timeout_s: float = 600.0,
         debug: bool = False,
     ) -> VLLMEngine:
         """Start Ray on loopback (or join `address`) and one engine per policy (name -> folder), one after the other.
 
-        `dtype` ("float32" or "bfloat16") and `max_model_len` count where `config` does not set them. `threads` are the
-        CPU threads of each engine (none: all cores for one policy, an equal share for several); `gpus` how many GPUs
+        Policies among `adapters` share the engine of their folder; each request names its adapter. `dtype` ("float32"
+        or "bfloat16") and `max_model_len` count where `config` does not set them. `threads` are the CPU threads of each
+        engine (none: all cores for one policy, an equal share for several); `gpus` how many GPUs
         to use (none: all, 0 is for the CPU build only). Each phase may take `start_timeout_s`. Raises `MissingError`
         without the packages or the GPU that the installed build needs, and `EngineError` that names the phase when
         the start fails or takes too long. Whatever was started is gone when it raises.
@@ -82,21 +95,30 @@ class VLLMEngine:
         if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
             raise no_gpu()
         cluster = await _start_cluster(address, gpus, debug)
-        engine = cls(policies, seed=seed, cluster=cluster)
+        engine = cls(policies, seed=seed, cluster=cluster, adapters=adapters)
+        groups = share_models(policies, adapters)
         try:
             num_gpus = cluster.num_gpus if build == "gpu" else 0
             if build == "gpu" and num_gpus == 0:
                 raise no_gpu()
-            share = min(1.0, num_gpus / len(policies))
+            share = min(1.0, num_gpus / len(groups))
             environment = engine_environment(
-                build, threads=threads or threads_share(len(policies)), bind=len(policies) == 1 and threads is None
+                build, threads=threads or threads_share(len(groups)), bind=len(groups) == 1 and threads is None
             )
             environment["VLLM_LOGGING_LEVEL"] = "INFO" if debug else "WARNING"
-            for policy, folder in policies.items():
+            for group in groups:
                 fields = engine_fields(
-                    config, folder, build=build, dtype=dtype, seed=seed, max_model_len=max_model_len, gpu_share=share
+                    config,
+                    policies[group[0]],
+                    build=build,
+                    dtype=dtype,
+                    seed=seed,
+                    max_model_len=max_model_len,
+                    gpu_share=share,
+                    adapters=[a.lora for a in map(adapters.get, group) if a is not None and a.lora is not None],
                 )
-                await engine._start_actor(policy, fields, environment, share, start_timeout_s)
+                await engine._start_actor(group, fields, environment, share, start_timeout_s)
+                await engine._load_first_adapters(group)
         except BaseException:
             # what is still loading a model cannot answer, so nothing is asked
             await engine.close(orderly=False)
@@ -123,7 +145,7 @@ class VLLMEngine:
         )
         self._in_flight[policy] += 1
         try:
-            out = await self._call(policy, self.actors[policy].generate.remote(list(ids), fields), "sampling")
+            out = await self._call(policy, self.actors[policy].generate.remote(policy, list(ids), fields), "sampling")
         finally:
             self._in_flight[policy] -= 1
         if "invalid" in out:
@@ -156,47 +178,70 @@ class VLLMEngine:
                 f"{self._in_flight[policy]} requests of policy {policy!r} are in flight; its weights cannot change",
                 "await every completion before the weight sync",
             )
+        if policy in self._adapters:
+            return await self._load_adapter(policy, version, source, timeout_s)
         with weight_folder(source, self._folders[policy], within=self._cluster.folder) as folder:
-            call = self.actors[policy].load.remote(str(folder), version, version ^ self._seed)
+            call = self.actors[policy].load.remote(policy, str(folder), version, version ^ self._seed)
             report = await self._call(policy, call, "the weight sync", timeout_s)
-        names = [*report["missing"], *report["different"]]
-        if names or not report["compared"] or report["version"] != version:
-            fault = "are missing from the source" if report["missing"] else "differ from the source after loading"
-            raise EngineError(
-                f"policy {policy!r} did not take version {version}: {len(names)} weights {fault}: {names[:3]}",
-                "send every parameter of the same model, by its Hugging Face name",
-            )
-        return int(report["version"])
+        return _confirmed(policy, version, report)
+
+    async def _load_adapter(self, policy: str, version: int, source: WeightSource, timeout_s: float) -> int:
+        """The same for an adapter: a new one takes the place of the policy's old one, and no other policy notices."""
+        lora = self._adapters[policy].lora
+        if lora is None:
+            raise EngineError(f"policy {policy!r} is a model that others share", "give it weights of its own")
+        with adapter_folder(source, lora, within=self._cluster.folder) as folder:
+            call = self.actors[policy].load_adapter.remote(policy, str(folder), version)
+            report = await self._call(policy, call, "the weight sync", timeout_s)
+        return _confirmed(policy, version, report)
 
     async def close(self, *, orderly: bool = True) -> None:
         """End the engines, then the cluster if it is ours. Safe to call twice. `orderly` asks each engine first."""
         if self._closed:
             return
         self._closed = True
-        if self.actors:
+        if self._engines:
             import ray
 
-            for actor in self.actors.values():
+            for actor in self._engines:
                 # a dead or stuck actor is killed below; nothing is to be told of it at the end of a run
                 if orderly:
                     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                         await asyncio.wait_for(_resolved(actor.close.remote()), 15)
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(actor)
+            self._engines.clear()
             self.actors.clear()
         await asyncio.to_thread(self._cluster.close)
 
     async def _start_actor(
-        self, policy: str, fields: dict[str, Any], environment: Mapping[str, str], gpus: float, timeout_s: float
+        self,
+        group: Sequence[str],
+        fields: dict[str, Any],
+        environment: Mapping[str, str],
+        gpus: float,
+        timeout_s: float,
     ) -> None:
+        """One engine for the policies of a group."""
         import ray
 
         # num_cpus 0: Ray's CPU slots place nothing here; the threads are set in the environment.
         remote = ray.remote(VLLMActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=4096, max_restarts=0)
-        self.actors[policy] = actor = remote.remote()
-        self._pids[policy] = await self._call(policy, actor.pid.remote(), "placing the engine's actor", 120)
+        policy, actor = group[0], remote.remote()
+        self._engines.append(actor)
+        self.actors.update(dict.fromkeys(group, actor))
+        pid = await self._call(policy, actor.pid.remote(), "placing the engine's actor", 120)
+        self._pids.update(dict.fromkeys(group, pid))
         info = await self._call(policy, actor.start.remote(fields, environment), "loading the model", timeout_s)
-        self._windows[policy] = int(info["max_model_len"])
+        for name in group:
+            self._windows[name] = int(info["max_model_len"])
+
+    async def _load_first_adapters(self, group: Sequence[str]) -> None:
+        """Those that policies begin with; a policy without one begins as the model itself."""
+        for policy in group:
+            start = self._adapters[policy].start if policy in self._adapters else None
+            if start is not None:
+                await self.load_weights(policy, 0, WeightSource(folder=start))
 
     async def _call(self, policy: str, ref: Any, phase: str, timeout_s: float | None = None) -> Any:
         import ray
@@ -221,6 +266,18 @@ class VLLMEngine:
         if policy not in self._grammars:
             self._grammars[policy] = GrammarFactory.from_folder(self._folders[policy])
         return self._grammars[policy]
+
+
+def _confirmed(policy: str, version: int, report: Mapping[str, Any]) -> int:
+    """The version that an engine serves after a sync. Raises `EngineError` unless all of it arrived."""
+    names = [*report["missing"], *report["different"]]
+    if names or not report["compared"] or report["version"] != version:
+        fault = "are on one side only" if report["missing"] else "differ from the source after loading"
+        raise EngineError(
+            f"policy {policy!r} did not take version {version}: {len(names)} weights {fault}: {names[:3]}",
+            "send every parameter of the same model, by its Hugging Face name",
+        )
+    return int(report["version"])
 
 
 async def _start_cluster(address: str | None, gpus: int | None, debug: bool) -> Cluster:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,17 @@ _TELLING = re.compile(r"(?<!EngineDead)(Error|Exception|Killed)\b: ")
 
 
 class VLLMActor:
-    """One policy's engine. The driver makes it a Ray actor; all its methods are coroutines of one event loop."""
+    """The engine of one policy, or of those that are adapters on one model. The driver makes it a Ray actor; all its
+    methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._version = 0
-        self._running = 0
-        self._loading = False
+        self._versions: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._loading: set[str] = set()
+        self._adapters: dict[str, Any] = {}
         self._count = 0
+        self._adapter_count = 0
 
     async def pid(self) -> int:
         """Of this process. Answering also shows that the actor was placed."""
@@ -49,17 +54,18 @@ class VLLMActor:
         await self._engine.collective_rpc("renew_heads")
         return {"max_model_len": int(self._engine.model_config.max_model_len)}
 
-    async def generate(self, prompt_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-        """Sample one completion. `invalid` in the answer says that vLLM refuses the request itself."""
+    async def generate(self, policy: str, prompt_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
+        """Sample one completion, with the policy's adapter if it has one. `invalid` in the answer says that vLLM
+        refuses the request itself."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        if self._loading:
+        if policy in self._loading:
             raise RuntimeError("a request arrived while weights were being loaded")
         grammar = fields["structured_outputs"]
-        version = self._version
+        version, adapter = self._versions[policy], self._adapters.get(policy)
         self._count += 1
-        self._running += 1
+        self._running[policy] += 1
         final = None
         try:
             params = SamplingParams(
@@ -67,14 +73,14 @@ class VLLMActor:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = TokensPrompt(prompt_token_ids=prompt_ids)
-            async for output in self._engine.generate(prompt, params, f"request-{self._count}"):
+            async for output in self._engine.generate(prompt, params, f"request-{self._count}", lora_request=adapter):
                 final = output
         except ValueError as fault:
             return {"invalid": str(fault)}
         except Exception as fault:  # noqa: BLE001 - crosses processes as text, the driver has no vLLM
             raise RuntimeError(describe(fault, _own_stderr())) from None
         finally:
-            self._running -= 1
+            self._running[policy] -= 1
         if final is None or not final.finished:
             raise RuntimeError("vLLM ended a request without an output")
         sampled = final.outputs[0]
@@ -85,27 +91,56 @@ class VLLMActor:
             "policy_version": version,
         }
 
-    async def load(self, folder: str, version: int, seed: int) -> dict[str, Any]:
+    async def load(self, policy: str, folder: str, version: int, seed: int) -> dict[str, Any]:
         """Replace the weights by those in `folder`, forget cached prefixes, and compare what is loaded with the files.
 
         Returns the version now served and the comparison of `WorkerExtension.check_weights`. Raises `RuntimeError`
         when requests keep running: their tokens would come from two policies.
         """
-        if self._loading:
-            raise RuntimeError("weights are being loaded already")
-        self._loading = True
-        try:
-            await self._settle()
+        async with self._exclusive(policy):
             await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
             await self._engine.collective_rpc("renew_heads")
             await self._forget_prefixes()
             report = await self.compare(folder, seed)
+        self._versions[policy] = version
+        return {"version": version, **report}
+
+    async def load_adapter(self, policy: str, folder: str, version: int) -> dict[str, Any]:
+        """Give a policy the adapter in `folder` in place of the one it had, and compare what is loaded with the file.
+
+        Every adapter has a name and an id of its own, by which cached prefixes are told apart, so that none is shared
+        with another version or policy. Returns and raises as `load`; other policies' requests may run meanwhile.
+        """
+        from vllm.lora.request import LoRARequest
+
+        async with self._exclusive(policy):
+            self._adapter_count += 1
+            adapter = LoRARequest(f"{policy}@{self._adapter_count}", self._adapter_count, folder)
+            await self._engine.add_lora(adapter)
+            (report,) = await self._engine.collective_rpc("check_adapter", args=(self._adapter_count, folder))
+            before = self._adapters.get(policy)
+            self._adapters[policy] = adapter
+            if before is not None:
+                await self._engine.remove_lora(before.lora_int_id)
+            wanted = {one.lora_int_id for one in self._adapters.values()}
+            if set(await self._engine.list_loras()) != wanted:
+                raise RuntimeError(f"vLLM holds the adapters {await self._engine.list_loras()}, not {wanted}")
+        self._versions[policy] = version
+        return {"version": version, **report}
+
+    @asynccontextmanager
+    async def _exclusive(self, policy: str) -> AsyncIterator[None]:
+        """No request of the policy runs or begins within the block. A fault in it is told as text."""
+        if policy in self._loading:
+            raise RuntimeError("weights are being loaded already")
+        self._loading.add(policy)
+        try:
+            await self._settle(policy)
+            yield
         except Exception as fault:  # noqa: BLE001 - crosses processes as text, the driver has no vLLM
             raise RuntimeError(describe(fault, _own_stderr())) from None
         finally:
-            self._loading = False
-        self._version = version
-        return {"version": self._version, **report}
+            self._loading.discard(policy)
 
     async def compare(self, folder: str, seed: int) -> dict[str, Any]:
         """What `WorkerExtension.check_weights` says of the served weights and `folder`."""
@@ -117,12 +152,12 @@ class VLLMActor:
             self._engine.shutdown(timeout=1)  # there is nothing to save; what lingers is killed
             self._engine = None
 
-    async def _settle(self) -> None:
+    async def _settle(self, policy: str) -> None:
         for _ in range(50):
-            if not self._running:
+            if not self._running[policy]:
                 return
             await asyncio.sleep(0.1)  # a request that the driver has just cancelled is still being ended here
-        raise RuntimeError(f"{self._running} requests are running; weights cannot be replaced under them")
+        raise RuntimeError(f"{self._running[policy]} requests are running; weights cannot be replaced under them")
 
     async def _forget_prefixes(self) -> None:
         for _ in range(50):

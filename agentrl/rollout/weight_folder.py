@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.schema import LoraConfig
 from agentrl.errors import EngineError
+from agentrl.models.lora import is_adapter, write_config, write_weights
 from agentrl.protocols import WeightSource
 
 
@@ -35,6 +37,26 @@ def weight_folder(source: WeightSource, model: Path, within: Path | None = None)
             if path.is_file() and ".safetensors" not in path.name:
                 (folder / path.name).symlink_to(path.resolve())
         _write(source.tensors, folder / "model.safetensors", tied=_is_tied(model))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def adapter_folder(source: WeightSource, lora: LoraConfig, within: Path | None = None) -> Iterator[Path]:
+    """The folder of an adapter in peft's form; tensors become a temporary one, as above. Raises `EngineError`."""
+    if (source.folder is None) == (source.tensors is None):
+        raise EngineError("a weight source holds neither a folder nor tensors, or both", "give one of them")
+    if source.folder is not None:
+        if not is_adapter(source.folder):
+            raise EngineError(f"{source.folder} holds no adapter", "name a folder that training or peft has written")
+        yield source.folder
+        return
+    assert source.tensors is not None
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-adapter-", dir=within))
+    try:
+        write_weights(folder, source.tensors)
+        write_config(folder, lora, "", source.tensors)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
