@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from agentrl.chat.format import ChatFormat
 from agentrl.config.load import dump_yaml
 from agentrl.config.schema import BaseRecipe, ModelConfig
 from agentrl.data import embedded_corpus
-from agentrl.errors import MissingError
+from agentrl.errors import ConfigError, MissingError
 from agentrl.launch.devices import Plan, detect, plan
 from agentrl.models import resolve
+from agentrl.models.lora import NO_ADAPTERS, Adapter, is_adapter, read_config
 from agentrl.protocols import Engine, Tool
 from agentrl.recipes.plugins import plugin
 from agentrl.recipes.quiet import quiet_libraries
@@ -29,7 +30,8 @@ class NoSuchPolicyError(MissingError):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`folders`: policy -> model folder (a checkpoint's where one is named)."""
+    """`folders`: policy -> model folder (a checkpoint's where one is named). `adapters`: those policies that share the
+    model of their folder with others, and how."""
 
     plan: Plan
     folders: Mapping[str, Path]
@@ -37,6 +39,7 @@ class Session:
     gate: Gate
     tools: Mapping[str, Tool]
     formats: Mapping[str, ChatFormat]
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     def chat(self, policy: str, enable_thinking: bool | None = None) -> Chat:
         return Chat(self.formats[policy], enable_thinking=enable_thinking)
@@ -54,15 +57,16 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     placed = plan(recipe.launch, detect())
     torch.set_num_threads(placed.threads)
     folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
+    adapters = shared_models(recipe, folders)
     gate = Gate()
     tools = make_tools(recipe)
     await _refuse_open_sandbox(tools)
     dtype = next(iter(recipe.policy_models.values())).dtype
     with quiet_libraries():
-        engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window)
+        engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window, adapters=adapters)
         try:
             formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
-            yield Session(placed, folders, engine, gate, tools, formats)
+            yield Session(placed, folders, engine, gate, tools, formats, adapters)
         finally:
             await engine.close()
 
@@ -78,13 +82,22 @@ async def _refuse_open_sandbox(tools: Mapping[str, Tool]) -> None:
 
 
 async def start_engine(
-    recipe: BaseRecipe, folders: Mapping[str, Path], gate: Gate, *, dtype: str, seed: int, window: int | None
+    recipe: BaseRecipe,
+    folders: Mapping[str, Path],
+    gate: Gate,
+    *,
+    dtype: str,
+    seed: int,
+    window: int | None,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> Engine:
     """The engine of `recipe.engine`; `dtype` and `window` hold where its own keys are not set."""
     from agentrl.rollout.engine import make_engine
 
     if recipe.engine.kind != "vllm":
-        return make_engine(recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window)
+        return make_engine(
+            recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window, adapters=adapters
+        )
     from agentrl.rollout.vllm import VLLMEngine
 
     return await VLLMEngine.start(
@@ -96,12 +109,51 @@ async def start_engine(
         gpus=recipe.launch.gpus,
         max_model_len=recipe.engine.max_model_len or window,
         address=recipe.launch.address,
+        adapters=adapters,
     )
 
 
+def shared_models(recipe: BaseRecipe, folders: Mapping[str, Path]) -> dict[str, Adapter]:
+    """The policies that share one model with others of their folder: LoRA policies, frozen ones that a checkpoint gives
+    an adapter, and frozen ones whose model is there for those anyway."""
+    found = {}
+    for name, model in recipe.policy_models.items():
+        given = weights_folder(model, name, recipe.run.dir)
+        start = given if is_adapter(given) else None
+        if model.mode == "lora" or start is not None:
+            found[name] = Adapter(model.adapter or read_config(given)[0], start)
+    shared = {folders[name] for name in found}
+    frozen = [n for n, m in recipe.policy_models.items() if m.mode == "frozen" and n not in found]
+    return found | {name: Adapter() for name in frozen if folders[name] in shared}
+
+
 def model_folder(model: ModelConfig, policy: str, runs: str) -> Path:
-    """A policy's folder: the model's own, or that of `model.checkpoint`. A run saves what it trained, so a frozen
-    policy that a checkpoint lacks is the model's own. Raises `MissingError` when it is not there."""
+    """A policy's folder: the model's own, that of `model.checkpoint`, or of the model that the adapter there adapts.
+
+    Raises `MissingError` when it is not there, and `ConfigError` for an adapter of another model, or one that full
+    weights were to begin with.
+    """
+    folder = weights_folder(model, policy, runs)
+    if not is_adapter(folder):
+        return folder
+    if model.mode == "full":
+        raise ConfigError(
+            f"{folder} holds an adapter, but the mode of policy {policy!r} is full",
+            "set mode: lora, or merge it first: agentrl export RUN DEST --merge",
+        )
+    base = read_config(folder)[1]
+    if base != model.name and Path(base).is_absolute():  # an adapter on the full weights of another checkpoint
+        if not Path(base).is_dir():
+            raise MissingError(f"{folder} adapts {base}, which is gone", "name an adapter whose model is here")
+        return Path(base)
+    if base not in ("", model.name) and not Path(model.name).expanduser().is_dir():
+        raise ConfigError(f"{folder} adapts {base}, but the recipe names {model.name}", f"set the name to {base}")
+    return resolve(model.name)
+
+
+def weights_folder(model: ModelConfig, policy: str, runs: str) -> Path:
+    """Where a policy's weights or its adapter lie. A run saves what it trained, so a frozen policy that a checkpoint
+    lacks is the model's own. Raises `MissingError` when it is not there."""
     if model.checkpoint is None:
         return resolve(model.name)
     try:
@@ -135,7 +187,7 @@ def checkpoint_folder(spec: str, policy: str, runs: str) -> Path:
         named.append((name, int(step)))
     for run, number in ((place / base, at) for base, at in named for place in (Path(), Path(runs))):
         run = run.expanduser()
-        if (run / "config.json").is_file():
+        if (run / "config.json").is_file() or is_adapter(run):
             return run
         if (run / "checkpoints").is_dir():
             found = latest_checkpoint(run, number)
