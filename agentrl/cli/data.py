@@ -11,17 +11,26 @@ from agentrl.types import Task
 
 
 def data_list(json_output: bool = False) -> int:
-    """Print every embedded set with its splits. Returns the exit code."""
-    from agentrl.data import EMBEDDED
+    """Print every embedded set with its splits, and every public benchmark with where it is published and whether its
+    file is here. Returns the exit code."""
+    from agentrl.data import BENCHMARKS, EMBEDDED
+    from agentrl.data.benchmarks import find
 
     if json_output:
-        console.json([{"name": n, "splits": dict(e.sizes), "description": e.description} for n, e in EMBEDDED.items()])
+        embedded = [{"name": n, "splits": dict(e.sizes), "description": e.description} for n, e in EMBEDDED.items()]
+        public = [
+            {"name": n, "description": b.description, "source": b.source, "columns": b.columns, "file": find(n)}
+            for n, b in BENCHMARKS.items()
+        ]
+        console.json([*embedded, *public])
         return 0
     rows = [
         (name, ", ".join(f"{split} {size}" for split, size in entry.sizes.items()), entry.description)
         for name, entry in EMBEDDED.items()
     ]
     console.table(("name", "splits", "description"), rows, title="data sets (a .jsonl, .json or .csv file works too)")
+    public = [(n, b.description, b.source, find(n) or f"no: agentrl data show {n}") for n, b in BENCHMARKS.items()]
+    console.table(("name", "what", "published as", "here"), public, title="public benchmarks, read as published")
     return 0
 
 
@@ -85,10 +94,14 @@ def data_show(path_or_name: str, json_output: bool = False) -> int:
 
 
 def _shown(path_or_name: str) -> dict[str, Any]:
-    from agentrl.data import EMBEDDED, embedded_tasks
+    from agentrl.config.schema import DatasetConfig
+    from agentrl.data import BENCHMARKS, EMBEDDED, embedded_tasks, load_tasks
     from agentrl.data.dsbench import dsbench_tasks
     from agentrl.data.read import read_rows
 
+    if path_or_name in BENCHMARKS:
+        tasks = load_tasks(DatasetConfig(path=path_or_name))
+        return {"name": path_or_name, "tables": [_table(path_or_name, [_row(t) for t in tasks])]}
     if path_or_name not in EMBEDDED and Path(path_or_name).is_dir():
         return {
             "name": path_or_name,

@@ -138,6 +138,9 @@ class DatasetConfig(Section):
     )
     split: str | None = Field(None, description="embedded sets and DSBench folders only")
     columns: dict[str, str] = Field(default_factory=dict)
+    format: str | None = Field(
+        None, description="the public benchmark whose rows the file holds, as published (agentrl data list)"
+    )
     limit: int | None = Field(None, ge=1, description="the first tasks only")
     sample: int | None = Field(None, ge=1, description="so many tasks, drawn at random by sample_seed")
     sample_seed: int = Field(0, description="the same seed draws the same ids, whatever their order in the file")

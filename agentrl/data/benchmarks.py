@@ -106,16 +106,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
 )
 
 
-def benchmark_of(path: str | None, format: str | None) -> Benchmark | None:
-    """The benchmark that a data section names, by its format or by its path; None for other data.
-
-    Raises `ConfigError` for an unknown format.
-    """
-    if format is not None:
-        if format not in BENCHMARKS:
-            raise ConfigError(f"data.format: {format!r} is no benchmark", f"use one of {', '.join(BENCHMARKS)}")
-        return BENCHMARKS[format]
-    return BENCHMARKS.get(path or "")
+def benchmark_named(name: str) -> Benchmark:
+    """Raises `ConfigError` for an unknown name."""
+    if name not in BENCHMARKS:
+        raise ConfigError(f"data.format: {name!r} is no benchmark", f"use one of {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[name]
 
 
 def find(name: str) -> Path | None:

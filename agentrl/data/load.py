@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import DatasetConfig
+from agentrl.data.benchmarks import BENCHMARKS, benchmark_items, benchmark_named
 from agentrl.data.dsbench import dsbench_tasks
 from agentrl.data.order import sample
 from agentrl.data.read import read_rows
@@ -32,7 +33,8 @@ def load_tasks(
     """The tasks of a config section, in the file's order. `base` is the folder that relative paths start from.
 
     Answers may be text, numbers or lists of aliases; further columns become `Task.info`. A task without an id gets
-    one made from its content. `need_answer=False` lets answers be absent. `seed` makes an embedded set.
+    one made from its content. `need_answer=False` lets answers be absent. `seed` makes an embedded set, and shuffles
+    the options of a public benchmark that is published unshuffled.
 
     Raises `ConfigError` for keys without effect and `DataError` for missing, empty or malformed data.
     """
@@ -43,6 +45,8 @@ def load_tasks(
 
 
 def _load(config: DatasetConfig, name: str, need_answer: bool, base: Path | None, seed: int) -> list[Task]:
+    if config.format is not None or name in BENCHMARKS:
+        return _benchmark_tasks(config, name, base, seed)
     if name in EMBEDDED:
         if config.columns:
             raise ConfigError(f"data.columns has no effect with the embedded set {name!r}", "drop data.columns")
@@ -83,6 +87,31 @@ def _file_tasks(path: Path, config: DatasetConfig, need_answer: bool) -> list[Ta
             break
     if not tasks:
         raise DataError(f"{path}: no rows", "check data.path")
+    _refuse_duplicates(places)
+    return tasks
+
+
+def _benchmark_tasks(config: DatasetConfig, name: str, base: Path | None, seed: int) -> list[Task]:
+    """A public benchmark as published: by its name from the data folder, or from a file whose `format` it is."""
+    for key in ("columns", "split"):
+        if getattr(config, key):
+            raise ConfigError(f"data.{key}: has no effect with a public benchmark", f"drop data.{key}")
+    if config.format is not None and name in (*EMBEDDED, *BENCHMARKS):
+        raise ConfigError(f"data.format: has no effect with the set {name!r}", "drop data.format, or name a file")
+    path = None if config.format is None else Path(name) if base is None else base / name
+    benchmark, entry = config.format or name, benchmark_named(config.format or name)
+    tasks: list[Task] = []
+    places: list[tuple[str, str]] = []
+    made: dict[str, int] = {}
+    for place, item in benchmark_items(benchmark, path, config.limit, seed):
+        task_id = item.id
+        if task_id is None:
+            base_id = content_id(item.question, item.references)
+            made[base_id] = made.get(base_id, 0) + 1
+            task_id = base_id if made[base_id] == 1 else f"{base_id}-{made[base_id]}"
+        info = {**item.info, "benchmark": benchmark, "form": entry.answer}
+        tasks.append(Task(task_id, item.question, item.references, info=info))
+        places.append((task_id, place))
     _refuse_duplicates(places)
     return tasks
 
