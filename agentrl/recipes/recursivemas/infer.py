@@ -16,10 +16,11 @@ from agentrl.data import load_tasks
 from agentrl.errors import DataError
 from agentrl.launch.devices import detect, plan
 from agentrl.recipes.interrupt import interruptible
+from agentrl.recipes.quiet import quiet_libraries
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, answer_of, open_decoder
-from agentrl.recipes.recursivemas.link_folders import links_folder
+from agentrl.recipes.recursivemas.link_folders import refuse_untrained
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.text_team import TextStage
@@ -95,8 +96,8 @@ async def answer_tasks(
     label: str = "answers",
 ) -> list[Answered]:
     """Every question, `recursivemas.max_batch` at a time and in order. `send` makes the links' replacement for a batch
-    (controls: what a block is exchanged for depends on who thinks together). A question
-    that exceeds a window ends it all, so ask `refuse_long` first."""
+    (controls: what a block is exchanged for depends on who thinks together). A question that exceeds a window ends it
+    all, so ask `refuse_long` first."""
     size = recipe.recursivemas.max_batch
     batches: list[Answered] = []
     for at in range(0, len(tasks), size):
@@ -111,17 +112,18 @@ async def answer_tasks(
 
 
 def infer(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
-    """Answer `--question`, or every row of `--input`.
+    """Answer `--question`, or every row of `--input`; without either, the first question of the recipe's held-out set.
 
     Returns answers in the order asked with their counts, the trace per round, and timings with load apart; the
-    trajectories lie in the run folder. Raises `DataError` for an input file that is malformed, naming the line.
+    trajectories lie in the run folder. Raises `DataError` for an input file that is malformed, naming the line, and
+    `ConfigError` for untrained links that are not allowed.
     """
+    refuse_untrained(recipe)
     tasks = asked(recipe, options.question, options.input_file)
-    if recipe.recursivemas.links is not None:
-        links_folder(recipe.recursivemas.links, recipe.run.dir)  # before a run folder is made
     with (
         open_run(recipe, "infer") as run,
         interruptible(options.progress.note),
+        quiet_libraries(),
     ):
         return asyncio.run(_infer(recipe, options, run, tasks))
 
@@ -130,8 +132,18 @@ def asked(recipe: RecursiveRecipe, question: str | None, file: Path | None) -> l
     """The questions as tasks. A file may hold answers or not; its question column is the recipe's."""
     if question is not None:
         return [Task("question", question)]
+    if file is None:
+        return sample_questions(recipe)
     columns = {name: column for name, column in recipe.data.columns.items() if name == "question"}
     return load_tasks(DatasetConfig(path=str(file), columns=columns), need_answer=False)
+
+
+def sample_questions(recipe: RecursiveRecipe) -> list[Task]:
+    """The first question of the held-out set, or of the training one. Raises `DataError` where neither is named."""
+    for dataset in (recipe.data.eval, recipe.data):
+        if dataset.path is not None:
+            return load_tasks(dataset)[:1]
+    raise DataError("infer: no question is given, and the recipe has no data", "ask one: --question 'How far is it?'")
 
 
 def refuse_long(recipe: RecursiveRecipe, loaded: Loaded, tasks: Sequence[Task]) -> None:
@@ -162,7 +174,11 @@ async def _infer(recipe: RecursiveRecipe, options: VerbOptions, run: Run, tasks:
         "style": recipe.recursivemas.style,
         "rounds": recipe.recursivemas.rounds,
         "latent_steps": recipe.recursivemas.latent_steps,
-        "links": {"trained": loaded.links.trained, "parameters": loaded.links.num_parameters},
+        "links": {
+            "trained": loaded.links.trained,
+            "parameters": loaded.links.num_parameters,
+            "by_link": loaded.links.parameter_counts,
+        },
         "answers": [_answer(s, batch.stages, row) for batch, row, s in _rows(batches, scored)],
         "seconds": {
             "load": round(load_s, 3),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.shipped import shipped_links
-from agentrl.errors import MissingError
+from agentrl.errors import ConfigError, MissingError
+from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.run import latest_checkpoint
+from agentrl.update.link_header import read_metadata
 
 
 def inner_name(agent: str) -> str:
@@ -46,6 +48,27 @@ def links_folder(name: str, runs: str) -> Path:
     raise MissingError(
         f"recursivemas.links: there is no folder or run {name!r} with links",
         f"name a folder of link files, or a run{come}",
+    )
+
+
+def refuse_untrained(recipe: RecursiveRecipe) -> None:
+    """Before a run folder is made or a model loads: raises `ConfigError` where links are random and not allowed to be,
+    and `MissingError` where they are not there."""
+    config = recipe.recursivemas
+    if config.links is not None:
+        folder = links_folder(config.links, recipe.run.dir)
+        names = [*map(inner_name, config.graph.agents), *map(outer_name, config.graph.edges)]
+        random = [name for name in names if read_metadata(file_in(folder, name))["training"] is None]
+        if random and not config.allow_untrained:
+            raise refused_untrained(f"{config.links}: {', '.join(random)} hold random weights")
+    elif config.official is None and not config.allow_untrained:
+        raise refused_untrained("no trained links are named")
+
+
+def refused_untrained(why: str) -> ConfigError:
+    return ConfigError(
+        f"recursivemas.links: {why}, and untrained links carry nothing",
+        "name a folder or a run with trained links (--links), or give --allow-untrained",
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from agentrl.errors import ConfigError, DataError, MissingError
+from agentrl.errors import DataError, MissingError
 from agentrl.recipes.recursivemas.config import OfficialLinks, RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
-from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, links_folder, outer_name
+from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, links_folder, outer_name, refused_untrained
 from agentrl.rollout.latent import Backbone
 from agentrl.update.link_files import (
     LinkSpec,
@@ -142,13 +142,6 @@ def open_links(
     if links.untrained and not allowed:
         raise refused_untrained(f"{config.links}: {', '.join(links.untrained)} hold random weights")
     return links
-
-
-def refused_untrained(why: str) -> ConfigError:
-    return ConfigError(
-        f"recursivemas.links: {why}, and untrained links carry nothing",
-        "name a folder or a run with trained links (--links), or give --allow-untrained",
-    )
 
 
 def save_links(links: Links, folder: Path, dtype: StoredDtype = "float32") -> None:
