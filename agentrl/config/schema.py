@@ -345,7 +345,12 @@ class RolloutConfig(Section):
 class LaunchConfig(Section):
     gpus: int | None = Field(None, ge=0, description="none: all that are there; 0: CPU")
     address: str | None = Field(None, description="of a running Ray cluster; none starts one on loopback")
-    threads: int | None = Field(None, ge=1, description="CPU threads of this process; none: all cores")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of each process; none: all cores, which the ranks share when all compute"
+    )
+    ranks: int = Field(
+        1, ge=1, description="trainer processes; each holds every trained policy and computes its share of each update"
+    )
 
 
 class RunConfig(Section):

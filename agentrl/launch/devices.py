@@ -72,7 +72,9 @@ class PolicyMemory:
 class Plan:
     """Where one run goes. `gpus` are indices of visible GPUs, empty on the CPU; `native_bf16` tells whether bfloat16 is
     computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is what `memory` and
-    the caches must fit in: free memory, or the memory of the planned GPUs together."""
+    the caches must fit in: free memory, or the memory of the planned GPUs together. `ranks` trainer processes, the
+    driver among them, have `rank_threads` each while all compute; the driver has `threads` elsewhere. On GPUs rank r
+    uses GPU r."""
 
     device: Literal["cpu", "cuda"]
     gpus: tuple[int, ...]
@@ -80,6 +82,8 @@ class Plan:
     native_bf16: bool
     available_bytes: int
     memory: tuple[PolicyMemory, ...] = ()
+    ranks: int = 1
+    rank_threads: int = 1
 
     @property
     def needed_bytes(self) -> int:
@@ -94,10 +98,11 @@ def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, .
     """Place a run on a machine: GPUs first. `launch.gpus` none takes every GPU, a number exactly so many, 0 the CPU.
 
     Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use, and
-    `ConfigError` for far more threads than cores: torch ends a process that cannot start them.
+    `ConfigError` for more ranks than GPUs and for far more threads than cores: torch ends a process that cannot start
+    them.
     """
-    if launch.threads is not None and launch.threads > MAX_THREADS_PER_CORE * hardware.cores:
-        most = MAX_THREADS_PER_CORE * hardware.cores
+    most = MAX_THREADS_PER_CORE * hardware.cores
+    if launch.threads is not None and launch.threads > most:
         raise ConfigError(
             f"launch.threads is {launch.threads}, more than {most}: this process may use {hardware.cores} cores",
             f"set launch.threads to {hardware.cores}, or leave it out",
@@ -107,6 +112,17 @@ def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, .
     if wanted > len(usable):
         raise _missing_gpus(wanted, hardware)
     chosen = usable[:wanted]
+    if chosen and launch.ranks > len(chosen):
+        raise ConfigError(
+            f"launch.ranks is {launch.ranks}, but the run has {len(chosen)} GPU{'' if len(chosen) == 1 else 's'}",
+            f"set launch.ranks to at most {len(chosen)}: each trainer rank needs a GPU of its own",
+        )
+    if launch.ranks * (launch.threads or 1) > most:
+        raise ConfigError(
+            f"launch.ranks is {launch.ranks}: {launch.ranks * (launch.threads or 1)} threads are more than {most}, "
+            f"and this process may use {hardware.cores} cores",
+            f"set launch.ranks to at most {hardware.cores}",
+        )
     return Plan(
         device="cuda" if chosen else "cpu",
         gpus=tuple(gpu.index for gpu in chosen),
@@ -114,6 +130,8 @@ def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, .
         native_bf16=all(gpu.bf16 for gpu in chosen) if chosen else hardware.cpu_bf16,
         available_bytes=sum(gpu.memory_bytes for gpu in chosen) if chosen else hardware.memory_bytes,
         memory=memory,
+        ranks=launch.ranks,
+        rank_threads=launch.threads or max(1, hardware.cores // launch.ranks),
     )
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import BaseRecipe, ModelConfig, RunConfig
@@ -28,6 +29,7 @@ from agentrl.run import Run
 from agentrl.types import ScoredTrajectory, Task
 from agentrl.update.checkpoint import load_policy, save_policy
 from agentrl.update.policy import Policy
+from agentrl.update.ranks import Ranks
 from agentrl.update.scorer import Scorer
 from agentrl.update.weight_sync import sync
 
@@ -51,6 +53,7 @@ class Training:
     tasks: Sequence[Task]
     held_out: Sequence[Task]
     recorded: Recorded | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
     @property
@@ -152,8 +155,22 @@ def _versions(scored: ScoredTrajectory) -> set[tuple[str, int]]:
     return {(action.request.policy, action.completion.policy_version) for action in actions}
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the policies of one trainer rank are made from. `folders` are the session's. A `follower` rank makes
+    replicas that never step."""
+
+    folders: Mapping[str, Path]
+    device: str
+    follower: bool = False
+
+    @classmethod
+    def of(cls, session: Session) -> Ground:
+        return cls(session.folders, session.plan.device)
+
+
 def make_policies(
-    recipe: BaseRecipe, session: Session, *, references: bool, total_steps: Mapping[str, int]
+    recipe: BaseRecipe, ground: Ground, *, references: bool, total_steps: Mapping[str, int]
 ) -> tuple[dict[str, Policy], dict[str, Scorer]]:
     """Every trained policy, and with `references` its frozen reference: where it began.
 
@@ -170,17 +187,18 @@ def make_policies(
         def make(config: ModelConfig, name: str = name) -> Policy:
             return Policy(
                 name,
-                session.folders[name],
+                ground.folders[name],
                 config,
                 recipe.optim,
                 total_steps=total_steps[name],
                 train_under_grammar=recipe.algorithm.constrained == "allowed",
-                device=session.plan.device,
+                device=ground.device,
+                follower=ground.follower,
             )
 
         policies[name] = make(model)
         if references:
-            key = (session.folders[name], model.dtype)
+            key = (ground.folders[name], model.dtype)
             if key not in shared:
                 shared[key] = make(model.model_copy(update={"mode": "frozen"})).scorer
             found[name] = shared[key]
@@ -220,6 +238,7 @@ async def restore(t: Training) -> int:
         )
     for name, policy in t.policies.items():
         load_policy(policy, state.folder / "policies" / name)
+        t.ranks.spread(policy)
     await sync_all(t)
     t.evals = {int(k): dict(v) for k, v in state.state["evals"].items()}
     t.options.progress.note(f"resumed after step {state.step}: weights, optimiser, data order and evaluations")
@@ -262,4 +281,4 @@ def summarise(t: Training, step: int, status: str) -> dict[str, Any]:
 
 
 def _device(plan: Plan) -> dict[str, Any]:
-    return {"kind": plan.device, "gpus": len(plan.gpus), "threads": plan.threads}
+    return {"kind": plan.device, "gpus": len(plan.gpus), "threads": plan.threads, "ranks": plan.ranks}

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.types import CreditedSample, ScoredSample
+from agentrl.types import CreditedSample, Sample, ScoredSample
 from agentrl.update.logprobs import Places
 
 Layout = Literal["tree", "packed", "padded"]
@@ -74,7 +74,8 @@ class _Tree:
     nodes: list[list[int]]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin alike with."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:
@@ -90,7 +91,7 @@ def _grow(sequences: Sequence[Sequence[int]], share: bool) -> _Tree:
         path: list[int] = []
         if share and tree.nodes:
             previous = tree.nodes[-1]
-            keep = _common(sequence, [tree.ids[n] for n in previous])
+            keep = common_length(sequence, [tree.ids[n] for n in previous])
             path = previous[:keep]
         for depth in range(len(path), len(sequence)):
             tree.ids.append(sequence[depth])
@@ -122,7 +123,7 @@ def _rows(credited: Sequence[CreditedSample], order: Sequence[int], capacity: in
             fits = max(longest, len(ids)) * (len(rows[-1]) + 1) <= capacity
             cost = 0
         else:
-            cost = len(ids) - (_common(ids, last) if layout == "tree" else 0)
+            cost = len(ids) - (common_length(ids, last) if layout == "tree" else 0)
             fits = bool(rows) and used + cost <= capacity
         if fits:
             rows[-1].append(i)
@@ -132,6 +133,13 @@ def _rows(credited: Sequence[CreditedSample], order: Sequence[int], capacity: in
             used = len(ids)
         last = ids
     return rows
+
+
+def packing_order(samples: Sequence[Sample], indices: Sequence[int], layout: Layout) -> list[int]:
+    """The order in which samples go into rows: neighbours share most (tree), or are of like length."""
+    if layout == "tree":
+        return sorted(indices, key=lambda i: (samples[i].ids, samples[i].id))
+    return sorted(indices, key=lambda i: (-len(samples[i].ids), samples[i].id))
 
 
 def pack(
@@ -149,14 +157,10 @@ def pack(
     the order of `credited`.
     """
     batches = []
-    parts = sorted({c.sample.part for c in credited})
-    for part in parts:
-        mine = [i for i, c in enumerate(credited) if c.sample.part == part and c.sample.num_trained]
-        if layout == "tree":
-            mine.sort(key=lambda i: (credited[i].sample.ids, credited[i].sample.id))
-        else:
-            mine.sort(key=lambda i: (-len(credited[i].sample.ids), credited[i].sample.id))
-        for row in _rows(credited, mine, capacity, layout):
+    samples = [c.sample for c in credited]
+    for part in sorted({s.part for s in samples}):
+        mine = [i for i, s in enumerate(samples) if s.part == part and s.num_trained]
+        for row in _rows(credited, packing_order(samples, mine, layout), capacity, layout):
             batches.append(_batch(credited, row, part, layout, allowed_sets, device))
     return batches
 

@@ -1,13 +1,14 @@
 """One policy update: packed rows, forward, loss, backward, one optimiser step, and what was seen on the way.
 
 The loss is -sum_t weight_t * surrogate_t (+ kl_coef * sum_t weight_t * KL_t). Nothing here knows a method, a group or
-a count: those are in the advantages and weights, so rows, their order and their number cannot change the gradient.
+a count: those are in the advantages and weights, so rows, their order, their number and the rank that computes one
+cannot change the gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +23,9 @@ from agentrl.update.batch import TrainBatch
 from agentrl.update.logprobs import TokenLogprobs
 from agentrl.update.parts import PartGradients
 from agentrl.update.policy import Policy, StepStats
+from agentrl.update.ranks import Ranks, UpdateOrder
 from agentrl.update.scorer import Scorer
+from agentrl.update.shards import split
 
 GAP_SAMPLES = 8
 
@@ -37,8 +40,8 @@ class UpdateResult:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Sums over the rows of one update."""
+class Tally:
+    """Sums over the rows of one update, by one rank until they are merged."""
 
     old: list[dict[int, float]]
     loss: dict[str, float] = field(default_factory=dict)
@@ -55,9 +58,30 @@ class _Tally:
         for sample, token, value in zip(batch.sample_N, batch.token_N, values, strict=True):
             self.old[sample][token] = value
         stats = mismatch_kl(batch.behaviour_N, logprobs.plain_N, ~batch.constrained_N)
-        self.mismatch = stats if self.mismatch is None else self.mismatch.merge(stats)
+        self.mismatch = _both(self.mismatch, stats)
         self.tokens += batch.num_tokens
         self.cells += batch.num_cells
+
+    def merge(self, other: Tally, indices: Sequence[int]) -> None:
+        """Add what another rank saw; its sample k is our sample `indices[k]`."""
+        for index, old in zip(indices, other.old, strict=True):
+            self.old[index] = old
+        for mine, theirs in ((self.clipped, other.clipped), (self.active, other.active)):
+            for part, count in theirs.items():
+                mine[part] = mine.get(part, 0) + count
+        for part, loss in other.loss.items():
+            self.loss[part] = self.loss.get(part, 0.0) + loss
+        self.tokens += other.tokens
+        self.cells += other.cells
+        self.trained += other.trained
+        self.mismatch = _both(self.mismatch, other.mismatch)
+        self.reference = _both(self.reference, other.reference)
+
+
+def _both(one: KlStats | None, other: KlStats | None) -> KlStats | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.merge(other)
 
 
 def has_effect(credited: CreditedSample, kl_coef: float) -> bool:
@@ -74,32 +98,71 @@ def update_policy(
     *,
     reference: Scorer | None = None,
     part_stats: bool = False,
+    ranks: Ranks | None = None,
 ) -> UpdateResult:
-    """Take one optimiser step on all samples. Samples that cannot move the weights are not computed, but for a few
-    that keep the engine's mismatch measured on every step.
+    """Take one optimiser step on all samples, computed by all `ranks` (None: the driver alone). Samples that cannot
+    move the weights are not computed, but for a few that keep the engine's mismatch measured on every step.
 
     Raises `DivergedError` when the loss is not finite, naming the sample, and as `Policy.step` does.
     """
-    asked = reference if algorithm.kl_coef > 0 else None
-    tally = _Tally([{} for _ in credited])
+    ranks = ranks or Ranks()
+    tally = Tally([{} for _ in credited])
     moving = [i for i, c in enumerate(credited) if has_effect(c, algorithm.kl_coef)]
     idle = sorted({i for i, c in enumerate(credited) if c.sample.num_trained} - set(moving))
     assert policy.trainable or not moving, f"policy {policy.name!r} is frozen, its tokens must be masked"
     policy.zero_grad()
-    names = sorted({credited[i].sample.part for i in moving})
+    names = tuple(sorted({credited[i].sample.part for i in moving}))
     parts = PartGradients(policy.grads, names) if part_stats else None
-    for part in names:
-        mine = [i for i in moving if credited[i].sample.part == part]
-        for batch in policy.scorer.pack([credited[i] for i in mine]):
-            _backward(policy, _renumber(batch, mine), algorithm, asked, tally, credited)
-        if parts is not None:
+
+    def meet(part: str | None) -> None:
+        ranks.sum_gradients(policy)
+        if parts is not None and part is not None:
             parts.close(part)
+
+    if moving:
+        shares = [
+            [moving[k] for k in share]
+            for share in split([credited[i].sample for i in moving], ranks.num, policy.layout)
+        ]
+        orders = [
+            UpdateOrder(policy.name, tuple(credited[i] for i in share), algorithm, names, part_stats)
+            for share in shares
+        ]
+        with ranks.computing():
+            ranks.send(orders[1:])
+            tallies = [add_gradients(policy, orders[0], reference, meet), *ranks.replies()]
+        for share, found in zip(shares, tallies, strict=True):
+            tally.merge(found, share)
     spare = idle[: max(0, GAP_SAMPLES - len(moving))]
     with torch.no_grad():
         for batch in policy.scorer.pack([credited[i] for i in spare]):
             tally.add(_renumber(batch, spare), policy.scorer.logprobs(batch))
     stats = policy.step() if moving else None
+    if stats is not None and stats.applied:
+        ranks.spread(policy)
     return UpdateResult(_metrics(tally, stats, len(moving), len(idle), parts), stats, tuple(tally.old))
+
+
+def add_gradients(
+    policy: Policy, order: UpdateOrder, reference: Scorer | None, meet: Callable[[str | None], None]
+) -> Tally:
+    """One rank's share of an update: its gradient added to the policy's accumulators, and what was seen on the way.
+
+    `meet` is called, on all ranks alike, when the accumulators are to be summed over the ranks: after each part (with
+    its name) if the order says so, else once at the end (None). Raises `DivergedError` when the loss is not finite.
+    """
+    credited = order.credited
+    asked = reference if order.algorithm.kl_coef > 0 else None
+    tally = Tally([{} for _ in credited])
+    for part in order.parts:
+        mine = [i for i, one in enumerate(credited) if one.sample.part == part]
+        for batch in policy.scorer.pack([credited[i] for i in mine]):
+            _backward(policy, _renumber(batch, mine), order.algorithm, asked, tally, credited)
+        if order.per_part:
+            meet(part)
+    if not order.per_part:
+        meet(None)
+    return tally
 
 
 def _backward(
@@ -107,7 +170,7 @@ def _backward(
     batch: TrainBatch,
     algorithm: AlgorithmConfig,
     reference: Scorer | None,
-    tally: _Tally,
+    tally: Tally,
     credited: Sequence[CreditedSample],
 ) -> None:
     """Add one row's gradient. A reference scores the very row that the policy scores, so that the two are equal to the
@@ -131,7 +194,7 @@ def _backward(
                 reference_N = torch.where(reference_N.isnan(), reference.logprobs(batch).current_N, reference_N)
         loss = loss + algorithm.kl_coef * kl_loss(current_N, reference_N, batch.weights_N, algorithm.kl_estimator)
         stats = kl_stats(current_N.detach() - reference_N, batch.weights_N != 0)
-        tally.reference = stats if tally.reference is None else tally.reference.merge(stats)
+        tally.reference = _both(tally.reference, stats)
     value = float(loss.detach())
     if not math.isfinite(value):
         terms = {"current": current_N, "old": old_N, "advantage": batch.advantages_N, "weight": batch.weights_N}
@@ -176,7 +239,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _metrics(
-    tally: _Tally, stats: StepStats | None, moving: int, idle: int, parts: PartGradients | None
+    tally: Tally, stats: StepStats | None, moving: int, idle: int, parts: PartGradients | None
 ) -> dict[str, float | None]:
     gap = tally.mismatch if tally.mismatch is not None and tally.mismatch.count else None  # nothing measured is no 0
     out: dict[str, float | None] = {

@@ -17,7 +17,6 @@ from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import (
     Training,
     evaluates,
-    make_policies,
     mean,
     rollouts,
     run_steps,
@@ -38,6 +37,7 @@ from agentrl.recipes.mappa.setup import (
     train_tasks,
     window,
 )
+from agentrl.recipes.ranks import open_policies
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
@@ -45,8 +45,6 @@ from agentrl.recipes.resuming import approve
 from agentrl.recipes.session import open_session, refuse_missing_checkpoints
 from agentrl.run import Run
 from agentrl.types import CreditedSample, Sample, ScoredSample
-from agentrl.update.policy import Policy
-from agentrl.update.scorer import Scorer
 from agentrl.update.step import UpdateResult, update_policy
 
 
@@ -85,11 +83,10 @@ async def _train(
         open_coaching(recipe) as coaching,
         open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
     ):
-        policies, references = make_policies(
-            recipe, session, references=recipe.needs_reference, total_steps=optimiser_steps(recipe)
-        )
-        t = Training(recipe, options, run, session, policies, references, reward, tasks, held_out, recorded)
-        return await run_steps(t, partial(train_step, coaching), partial(_evaluate, coaching), interrupt)
+        asks, total_steps = recipe.needs_reference, optimiser_steps(recipe)
+        with open_policies(recipe, session, references=asks, total_steps=total_steps) as (policies, references, ranks):
+            t = Training(recipe, options, run, session, policies, references, reward, tasks, held_out, recorded, ranks)
+            return await run_steps(t, partial(train_step, coaching), partial(_evaluate, coaching), interrupt)
 
 
 async def train_step(coaching: Coaching, t: Training, step: int) -> None:
@@ -101,10 +98,10 @@ async def train_step(coaching: Coaching, t: Training, step: int) -> None:
     collected = await rollouts(t, step, workflow, coaching.scores)
     made = samples_of(recipe, collected.scored)
     updating = time.monotonic()
-    scored = score_samples(t.policies, t.references, made.samples)
+    scored = score_samples(t, made.samples)
     groups, policies = recipe.normalisation_groups(), tuple(recipe.policy_models)
     credit = assign(scored, made.rewards, recipe.mappa, groups=groups, policies=policies)
-    results = update_policies(t.policies, credit, recipe, step)
+    results = update_policies(t, credit, step)
     syncing = time.monotonic()
     await sync_all(t)
     done = time.monotonic()
@@ -114,38 +111,35 @@ async def train_step(coaching: Coaching, t: Training, step: int) -> None:
     _record(t, step, collected, credit, results, times)
 
 
-def score_samples(
-    policies: Mapping[str, Policy], references: Mapping[str, Scorer], samples: Sequence[Sample]
-) -> list[ScoredSample]:
+def score_samples(t: Training, samples: Sequence[Sample]) -> list[ScoredSample]:
     """The samples with the trainer's log-probabilities before the update, and the reference's where there is one.
 
     Both score the same rows, so that they are equal to the last bit while their weights are (M-09).
     """
     old: dict[str, tuple[float, ...]] = {}
     reference: dict[str, tuple[float, ...]] = {}
-    for name, policy in policies.items():
+    for name, policy in t.policies.items():
         mine = [s for s in samples if s.policy == name and s.num_trained]
-        for found, scorer in ((old, policy.scorer), (reference, references.get(name))):
+        for found, scorer in ((old, policy.scorer), (reference, t.references.get(name))):
             if scorer is not None and mine:
-                for sample, values in zip(mine, scorer.score(mine), strict=True):
+                scores = t.ranks.score(name, scorer, mine, reference=found is reference)
+                for sample, values in zip(mine, scores, strict=True):
                     found[sample.id] = tuple(values.get(i, math.nan) for i in range(len(sample.ids)))
     blank = {s.id: (math.nan,) * len(s.ids) for s in samples}
-    known = blank if references else {}
+    known = blank if t.references else {}
     return [ScoredSample(s, old.get(s.id, blank[s.id]), reference.get(s.id, known.get(s.id))) for s in samples]
 
 
-def update_policies(
-    policies: Mapping[str, Policy], credit: Credit, recipe: MappaRecipe, step: int
-) -> dict[str, list[UpdateResult]]:
+def update_policies(t: Training, credit: Credit, step: int) -> dict[str, list[UpdateResult]]:
     """One optimiser step per mini-batch of each policy, on its own samples. A policy whose agents have no trained
     token takes none, and its weights keep their bits (M-18)."""
     results: dict[str, list[UpdateResult]] = {}
-    every = recipe.optim.part_stats_every
+    recipe, every = t.recipe, t.recipe.optim.part_stats_every
     per_agent = bool(every) and step % every == 0
-    for name, policy in policies.items():
+    for name, policy in t.policies.items():
         mine = [c for c in credit.credited if c.sample.policy == name and c.sample.num_trained]
         results[name] = [
-            update_policy(policy, batch, recipe.algorithm, part_stats=per_agent)
+            update_policy(policy, batch, recipe.algorithm, part_stats=per_agent, ranks=t.ranks)
             for batch in mini_batches(mine, recipe, f"{recipe.run.seed}-{step}-{name}")
         ]
     return results

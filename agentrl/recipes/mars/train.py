@@ -14,7 +14,6 @@ from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import (
     Training,
     evaluates,
-    make_policies,
     mean,
     rollouts,
     run_steps,
@@ -27,14 +26,13 @@ from agentrl.recipes.mars.evaluate import evaluate_once
 from agentrl.recipes.mars.metrics import mars_metrics, untrained_reason
 from agentrl.recipes.mars.reward import open_reward
 from agentrl.recipes.mars.setup import eval_tasks, make_workflow, samples_of, train_tasks, window
+from agentrl.recipes.ranks import open_policies
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
 from agentrl.recipes.resuming import approve
 from agentrl.recipes.session import open_session, refuse_missing_checkpoints
 from agentrl.run import Run
-from agentrl.update.policy import Policy
-from agentrl.update.scorer import Scorer
 from agentrl.update.step import UpdateResult, update_policy
 
 
@@ -79,9 +77,9 @@ async def _train(
     ):
         total_steps = dict.fromkeys(recipe.policy_models, recipe.run.steps)
         asks = recipe.algorithm.kl_coef > 0
-        policies, references = make_policies(recipe, session, references=asks, total_steps=total_steps)
-        t = Training(recipe, options, run, session, policies, references, reward, tasks, held_out, recorded)
-        return await run_steps(t, train_step, _evaluate, interrupt)
+        with open_policies(recipe, session, references=asks, total_steps=total_steps) as (policies, references, ranks):
+            t = Training(recipe, options, run, session, policies, references, reward, tasks, held_out, recorded, ranks)
+            return await run_steps(t, train_step, _evaluate, interrupt)
 
 
 async def train_step(t: Training, step: int) -> None:
@@ -92,7 +90,7 @@ async def train_step(t: Training, step: int) -> None:
     samples = [s for one in collected.scored for s in samples_of(recipe, one)]
     credit = assign(samples, recipe.mars, seed=recipe.run.seed, step=step)
     updating = time.monotonic()
-    results = update_policies(t.policies, t.references, credit, recipe, step)
+    results = update_policies(t, credit, step)
     syncing = time.monotonic()
     await sync_all(t)
     done = time.monotonic()
@@ -102,20 +100,19 @@ async def train_step(t: Training, step: int) -> None:
     _record(t, step, collected, credit, results, times)
 
 
-def update_policies(
-    policies: Mapping[str, Policy], references: Mapping[str, Scorer], credit: Credit, recipe: MarsRecipe, step: int
-) -> dict[str, UpdateResult]:
+def update_policies(t: Training, credit: Credit, step: int) -> dict[str, UpdateResult]:
     """One optimiser step of each policy on its own samples, both roles in the same step."""
-    every = recipe.optim.part_stats_every
+    every = t.recipe.optim.part_stats_every
     results = {}
-    for name, policy in policies.items():
+    for name, policy in t.policies.items():
         mine = [c for c in credit.credited if c.sample.policy == name]
         results[name] = update_policy(
             policy,
             mine,
-            recipe.algorithm,
-            reference=references.get(name),
+            t.recipe.algorithm,
+            reference=t.references.get(name),
             part_stats=bool(every) and step % every == 0,
+            ranks=t.ranks,
         )
     return results
 

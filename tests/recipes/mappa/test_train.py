@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from agentrl.errors import DataError
+from agentrl.recipes import ranks as ranks_module
 from agentrl.recipes.mappa import coaching
 from agentrl.recipes.mappa import train as train_module
 from agentrl.recipes.mappa.config import MappaRecipe
@@ -162,7 +163,7 @@ def test_m33_a_constant_coach_at_the_reference_gives_exactly_no_gradient(recipe)
 
 def test_m09_one_reference_is_shared_and_stays_as_it_was(recipe, monkeypatch):
     kept: list[Any] = []
-    make = train_module.make_policies
+    make = ranks_module.make_policies
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         policies, references = make(*args, **kwargs)
@@ -170,7 +171,7 @@ def test_m09_one_reference_is_shared_and_stays_as_it_was(recipe, monkeypatch):
         kept.extend((references, scorer, [p.detach().clone() for p in scorer.model.parameters()]))
         return policies, references
 
-    monkeypatch.setattr(train_module, "make_policies", watched)
+    monkeypatch.setattr(ranks_module, "make_policies", watched)
     run(recipe(run={"steps": 3}))
     references, scorer, before = kept
     assert references["two"] is scorer
