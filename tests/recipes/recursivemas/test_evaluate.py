@@ -1,0 +1,357 @@
+"""Evaluation beside its controls, on tiny models: one command, one table, costs kept apart, times that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from agentrl.errors import ConfigError, DataError
+from agentrl.recipes.recursivemas.comparison import Measured, compare, reductions, strict_items
+from agentrl.recipes.recursivemas.config import CONTROLS, RecursiveRecipe
+from agentrl.recipes.recursivemas.evaluate import evaluate, held_out_tasks
+from agentrl.recipes.registry import VerbOptions
+from agentrl.types import Embeddings, Score, ScoredTrajectory, Task, Trajectory
+
+QUESTIONS = [
+    ("a", "How many apples are left?", "3"),
+    ("b", "What is the capital?", "4"),
+    ("c", "Who lives there?", "5"),
+]
+TEXT_TOKENS, MESSAGE, STEPS, ROUNDS = 6, 5, 4, 2
+ROLLOUTS = 3 * ROUNDS - 1
+
+
+@pytest.fixture
+def make(make_recipe, tmp_path):
+    """A greedy recipe over three questions, on tiny models; keyword arguments are the method's keys."""
+
+    def build(style="sequential_light", sampling=None, rows=QUESTIONS, **own):
+        file = tmp_path / "held_out.jsonl"
+        file.write_text("".join(json.dumps({"id": i, "question": q, "answer": a}) + "\n" for i, q, a in rows), "utf-8")
+        own = {"rounds": ROUNDS, "latent_steps": STEPS, "answer": "short", **own}
+        data = make_recipe(style, **own).model_dump(mode="json", exclude_unset=True)
+        data |= {"run": {"steps": 0, "dir": str(tmp_path / "runs")}, "launch": {"threads": 1}}
+        data["data"] = {"path": str(file)}
+        for agent in data["agents"].values():
+            agent["sampling"] |= {"temperature": 0.0, "max_tokens": TEXT_TOKENS, **(sampling or {})}
+        return RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory, make_recipe):
+    """One evaluation with every control; messages of exactly five tokens."""
+    tmp = tmp_path_factory.mktemp("eval")
+    (tmp / "q.jsonl").write_text(
+        "".join(json.dumps({"id": i, "question": q, "answer": a}) + "\n" for i, q, a in QUESTIONS), "utf-8"
+    )
+    own = {"answer": "short", "controls": "all", "text_team": {"max_tokens": MESSAGE, "exact": True}, "max_batch": 2}
+    data = make_recipe("sequential_light", rounds=ROUNDS, latent_steps=STEPS, **own).model_dump(
+        mode="json", exclude_unset=True
+    )
+    data |= {
+        "run": {"steps": 0, "dir": str(tmp / "runs")},
+        "launch": {"threads": 1},
+        "data": {"path": str(tmp / "q.jsonl")},
+    }
+    for agent in data["agents"].values():
+        agent["sampling"] |= {"temperature": 0.0, "max_tokens": TEXT_TOKENS}
+    recipe = RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
+    return evaluate(recipe, VerbOptions())
+
+
+def _records(result, name):
+    run = Path(result["run"])
+    path = run / ("trajectories/step_000000.jsonl" if name == "ring" else f"evals/{name}.jsonl")
+    return {r["task_id"]: r for r in map(json.loads, path.read_text("utf-8").splitlines())}
+
+
+def test_t25_one_command_gives_the_ring_and_every_control_side_by_side(result):
+    assert list(result["controls"]) == ["ring", *CONTROLS]
+    for name, row in result["controls"].items():
+        assert row["strict"]["n"] == 3
+        assert set(row["strict"]["items"]) == {"a", "b", "c"}
+        assert row["f1"]["n"] == 3
+        assert ("difference" in row) == (name != "ring")
+        assert set(_records(result, name)) == {"a", "b", "c"}
+    assert result["controls"]["text"]["difference"]["n"] == 3
+    assert result["eval"] == result["controls"]["ring"]["strict"]
+    assert result["links"]["trained"] is False
+    assert "TextGrad" in result["not_reproduced"]
+    summary = json.loads((Path(result["run"]) / "summary.json").read_text("utf-8"))
+    assert summary["controls"] == json.loads(json.dumps(result["controls"]))
+
+
+def test_t25_the_text_team_hears_texts_where_the_ring_hears_latents(result):
+    text, ring = _records(result, "text"), _records(result, "ring")
+    for name in "abc":
+        turns = text[name]["turns"]
+        assert [(t["turn"], t["agent"]) for t in turns] == [
+            (1, "planner"),
+            (1, "critic"),
+            (1, "solver"),
+            (2, "planner"),
+            (2, "critic"),
+            (2, "solver"),
+        ]
+        assert all(len(t["token_ids"]) == MESSAGE for t in turns[:-1])
+        assert [len(ring[name]["turns"]), ring[name]["turns"][0]["agent"]] == [1, "solver"]
+
+
+def test_t26_costs_match_hand_counts_and_are_kept_apart(result):
+    rows = result["controls"]
+    for name in ("ring", "zero", "shuffled"):
+        assert rows[name]["latent_steps_per_question"] == ROLLOUTS * STEPS
+        assert rows[name]["text_tokens_per_question"] == TEXT_TOKENS
+        assert "tokens_per_message" not in rows[name]
+    for name in ("single", "none"):
+        assert rows[name]["latent_steps_per_question"] == 0
+        assert rows[name]["text_tokens_per_question"] == TEXT_TOKENS
+    team = rows["text"]
+    assert team["latent_steps_per_question"] == 0
+    assert team["text_tokens_per_question"] == ROLLOUTS * MESSAGE + TEXT_TOKENS
+    assert (team["tokens_per_message"], team["messages_per_question"]) == (MESSAGE, ROLLOUTS)
+    ring = _records(result, "ring")
+    prompts = sum(r["counts"]["prompt_positions"] for r in ring.values())
+    reused = sum(r["counts"]["reused_positions"] for r in ring.values())
+    assert reused > 0
+    assert rows["ring"]["prompt_positions_per_question"] == pytest.approx(prompts / 3)
+    # 5 rollouts feed 3 steps back each; of 6 tokens 5 are fed back
+    by_hand = prompts - reused + 3 * (ROLLOUTS * (STEPS - 1) + TEXT_TOKENS - 1)
+    assert rows["ring"]["positions_per_question"] == pytest.approx(by_hand / 3)
+
+
+def test_t26_the_text_team_computes_what_it_reads_once_and_what_it_writes(result):
+    records = _records(result, "text")
+    saved = 0
+    for record in records.values():
+        counts, turns = record["counts"], record["turns"]
+        assert counts["prompt_positions"] == sum(t["prompt_tokens"] for t in turns)
+        fed_back = ROLLOUTS * (MESSAGE - 1) + TEXT_TOKENS - 1
+        assert counts["positions"] == counts["prompt_positions"] - counts["reused_positions"] + fed_back
+        assert counts["reused_positions"] > 0
+        saved += counts["positions"]
+    # The decoder's plain prompts of a batch share their beginning, which is computed once.
+    assert 3 * result["controls"]["text"]["positions_per_question"] < saved
+
+
+def test_t26_both_reductions_are_given(result):
+    team, ring = ROLLOUTS * MESSAGE + TEXT_TOKENS, TEXT_TOKENS
+    assert result["reductions"]["text_tokens"] == pytest.approx(1 - ring / team)
+    assert result["reductions"]["text_tokens_and_latent_steps"] == pytest.approx(1 - (ring + ROLLOUTS * STEPS) / team)
+    assert result["reductions"]["times_faster"] > 0
+
+
+def test_t27_the_seconds_of_the_stages_add_up_to_the_wall_time_with_load_apart(result):
+    for name, row in result["controls"].items():
+        seconds = row["seconds"]
+        parts = sum(seconds["stages"].values()) + seconds["decode"]
+        assert parts == pytest.approx(seconds["wall"], rel=0.02, abs=0.01), name
+        assert (len(seconds["stages"]) == ROLLOUTS) == (name not in ("single",))
+    whole = result["seconds"]
+    assert whole["load"] > 0
+    assert whole["warm_up"] > 0
+    rows = sum(row["seconds"]["wall"] for row in result["controls"].values())
+    assert rows + whole["load"] + whole["warm_up"] + whole["grading"] <= whole["total"] + 0.01
+
+
+def test_t29_two_evaluations_give_equal_texts_and_counts(make):
+    recipe = make(controls=("text", "shuffled"), text_team={"max_tokens": 3})
+    first, second = (evaluate(recipe, VerbOptions()) for _ in range(2))
+    for name in ("ring", "text", "shuffled"):
+        one, other = _records(first, name), _records(second, name)
+        for task in one:
+            assert [t["token_ids"] for t in one[task]["turns"]] == [t["token_ids"] for t in other[task]["turns"]]
+            assert one[task]["counts"] == other[task]["counts"]
+
+
+@pytest.mark.parametrize("style", ["mixture", "distillation"])
+def test_t25_other_graphs_have_the_same_controls(make, style):
+    result = evaluate(make(style, controls="all", text_team={"max_tokens": 3, "exact": True}), VerbOptions())
+    per_round = {"mixture": 4, "distillation": 2}[style]
+    messages = per_round * ROUNDS - 1
+    assert result["controls"]["text"]["messages_per_question"] == messages
+    assert result["controls"]["ring"]["latent_steps_per_question"] == messages * STEPS
+
+
+def test_t25_a_message_changes_what_the_decoder_hears(make, make_system):
+    """The channel of the text team is causal: with other words in the question of one agent, prompts differ."""
+    from agentrl.recipes.recursivemas.text_team import TextTeam
+
+    recipe = make(text_team={"max_tokens": 4}, controls=("text",))
+    _, loaded = make_system()
+    written = TextTeam(recipe, loaded).write([Task("a", QUESTIONS[0][1])], "eval")
+    chat = loaded.system.agents["solver"].chat
+    last = written.stages[-1].actions[0]
+    assert last.agent == "critic"
+    assert last.text.strip() in chat.format.decode(written.prompts[0].ids)
+    assert not any(isinstance(s, Embeddings) for s in written.prompts[0].segments)
+
+
+def test_t25_messages_of_natural_length_end_where_the_writer_ends(make, make_system):
+    from agentrl.recipes.recursivemas.text_team import TextTeam
+
+    _, loaded = make_system()
+    tasks = [Task(i, q) for i, q, _ in QUESTIONS]
+    ends = loaded.policies["planner"].eos_ids
+    for own, exact in (({"max_tokens": 40}, False), ({"max_tokens": 40, "exact": True}, True)):
+        recipe = make(text_team=own, controls=("text",), sampling={"temperature": 1.0})
+        stages = TextTeam(recipe, loaded).write(tasks, "eval").stages
+        ids = [a.completion.ids for s in stages if s.agent == "planner" for a in s.actions]
+        assert all(not set(i[:-1]) & set(ends) for i in ids)
+        if exact:
+            assert all(len(i) == 40 and i[-1] not in ends for i in ids)
+    natural = make(controls=("text",), sampling={"max_tokens": 7})
+    lengths = [len(a.completion.ids) for s in TextTeam(natural, loaded).write(tasks, "eval").stages for a in s.actions]
+    assert max(lengths) == 7
+
+
+def test_messages_that_do_not_fit_a_window_are_cut_and_counted(make, make_system):
+    from agentrl.recipes.recursivemas.text_team import TextTeam
+
+    _, loaded = make_system()
+    backbone = loaded.system.agents["solver"].backbone
+    before, backbone.window = backbone.window, 420
+    try:
+        recipe = make(controls=("text",), sampling={"max_tokens": 400}, rounds=1)
+        team = TextTeam(recipe, loaded)
+        written = team.write([Task("a", QUESTIONS[0][1])], "eval")
+    finally:
+        backbone.window = before
+    assert written.cut[0] > 0
+    assert len(written.prompts[0]) < 420
+
+
+def test_pass_at_k_counts_any_answer_and_latents_once(make):
+    recipe = make(decodes=4, sampling={"temperature": 1.0}, controls=("text",), text_team={"max_tokens": 3})
+    result = evaluate(recipe, VerbOptions())
+    row = result["controls"]["ring"]
+    assert row["latent_steps_per_question"] == ROLLOUTS * STEPS
+    assert row["mean_of_answers"]["trials"] == 12
+    assert row["text_tokens_per_question"] > TEXT_TOKENS
+    lines = (Path(result["run"]) / "trajectories/step_000000.jsonl").read_text("utf-8").splitlines()
+    texts = {}
+    for record in map(json.loads, lines):
+        texts.setdefault(record["task_id"], set()).add(tuple(record["turns"][-1]["token_ids"]))
+        assert (record["counts"]["latent_steps"] > 0) == (record["g"] == 0)
+    assert all(len(found) > 1 for found in texts.values())
+    team = result["controls"]["text"]
+    assert team["messages_per_question"] == ROLLOUTS
+
+
+def _scored(task: Task, values, answers=None) -> list[ScoredTrajectory]:
+    return [
+        ScoredTrajectory(Trajectory(f"{task.id}/{g}", task, g, (), (answers or {}).get(g), "ok"), Score(v), ())
+        for g, v in enumerate(values)
+    ]
+
+
+def test_pass_at_k_of_missing_scores_is_missing_unless_one_is_right():
+    a, b, c = (Task(i, "?", ("x",)) for i in "abc")
+    scored = [*_scored(a, [0.0, 1.0]), *_scored(b, [0.0, None]), *_scored(c, [None, 1.0])]
+    assert strict_items(scored) == {"a": 1.0, "b": None, "c": 1.0}
+
+
+def test_t28_both_measures_stand_side_by_side(make):
+    rows = [("a", "How many?", "1/3"), ("b", "And now?", "2.9"), ("c", "Then?", "7")]
+    recipe = make(answer="boxed", rows=rows)
+    tasks = held_out_tasks(recipe)
+    texts = {"a": r"\boxed{1/2}", "b": r"\boxed{2.1}", "c": r"\boxed{7}"}
+    measured = _graded_as(recipe, tasks, texts)
+    row = compare(recipe, [measured])["ring"]
+    assert row["strict"]["items"] == {"a": 0.0, "b": 0.0, "c": 1.0}
+    assert row["lenient"]["items"] == {"a": 1.0, "b": 1.0, "c": 1.0}
+
+
+def test_t28_an_unparsable_choice_counts_as_a_in_lenient_alone(make):
+    rows = [("a", "Which?\nA. x\nB. y", "A"), ("b", "Which one?\nA. x\nB. y", "B")]
+    recipe = make(answer="choice", rows=rows)
+    measured = _graded_as(recipe, held_out_tasks(recipe), {"a": "I do not know", "b": "No idea"})
+    row = compare(recipe, [measured])["ring"]
+    assert row["strict"]["items"] == {"a": 0.0, "b": 0.0}
+    assert row["lenient"]["items"] == {"a": 1.0, "b": 0.0}
+
+
+def _graded_as(recipe, tasks, texts) -> Measured:
+    """What the decoder is taken to have written, read and graded by the real parts."""
+    from agentrl.recipes.recursivemas.held_out import grade
+    from agentrl.recipes.recursivemas.infer import Answered, trajectories
+    from agentrl.recipes.rewards import open_reward
+    from agentrl.types import Action, Completion, Key, Prompt, Request, Sampling
+
+    completion = Completion((1,), (0.0,), (False,), (False,), "stop", 0)
+    actions = tuple(
+        Action(
+            "solver", Request("p", Prompt.of([1]), Sampling(), Key("eval", 0, t.id, 0, 1, 2)), completion, texts[t.id]
+        )
+        for t in tasks
+    )
+    batch = Answered(tuple(tasks), (actions,), (), 0.0, 0.0, 0)
+
+    async def run():
+        async with open_reward(recipe.grader) as reward:
+            return await grade(reward, trajectories(recipe, batch))
+
+    return Measured("ring", (batch,), tuple(asyncio.run(run())), 0.0)
+
+
+def test_without_a_text_team_there_is_nothing_to_reduce(make):
+    result = evaluate(make(controls=("none",)), VerbOptions())
+    assert result["reductions"] is None
+    assert reductions({"ring": {}}) is None
+    assert result["text_team"] is None
+
+
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        ({"controls": ("none", "none")}, "a name stands there twice"),
+        ({"text_team": {"max_tokens": 4}}, "has no effect without the control text"),
+        ({"controls": "all", "text_team": {"exact": True}}, "has no effect without max_tokens"),
+        ({"decodes": 2}, "greedy answers are all the same"),
+    ],
+)
+def test_settings_without_effect_are_refused(make, own, fault):
+    with pytest.raises(ValidationError, match=fault):
+        make(**own)
+
+
+def test_answers_that_are_too_much_alike_to_shuffle_are_refused_before_anything_loads(make):
+    rows = [(i, q, "same") for i, q, _ in QUESTIONS]
+    with pytest.raises(DataError, match="3 of 3 answers are equal"):
+        evaluate(make(controls=("shuffled",), rows=rows), VerbOptions())
+
+
+def test_untrained_links_are_refused_and_a_benchmark_must_fit_the_form_of_answers(make, tmp_path):
+    with pytest.raises(ConfigError, match="untrained links carry nothing"):
+        evaluate(make(allow_untrained=False), VerbOptions())
+    recipe = make()
+    file = tmp_path / "gsm.jsonl"
+    file.write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n")
+    data = recipe.data.model_copy(update={"path": str(file), "format": "gsm8k"})
+    with pytest.raises(ConfigError, match="have the form boxed, recursivemas.answer is short"):
+        held_out_tasks(recipe.model_copy(update={"data": data}))
+    boxed = recipe.model_copy(
+        update={"data": data, "recursivemas": recipe.recursivemas.model_copy(update={"answer": "boxed"})}
+    )
+    assert held_out_tasks(boxed)[0].references == ("1",)
+
+
+def test_a_training_recipe_is_not_evaluated_on_what_it_trains_on(make):
+    recipe = make()
+    trains = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 3})})
+    with pytest.raises(DataError, match=r"data.eval.path: no held-out set"):
+        held_out_tasks(trains)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
