@@ -9,7 +9,7 @@ from agentrl.rollout.hf_attention import LINEAR, layer_kinds
 from agentrl.rollout.hf_generate import HFPolicy, Row, prefill
 from agentrl.types import Key, Prompt, Request, Sampling
 
-_SHARED, _RESTS = 20, (3, 7)
+_SHARED, _RESTS = 20, (3, 4, 5, 6, 7)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the logits' standard deviation
 
 
@@ -31,7 +31,7 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
     alone_BV = torch.cat([_logits(policy, [prompt], 0) for prompt in prompts])
     padded_BV = _logits(policy, prompts, 0)
     tolerance = _TOLERANCE[policy.model.dtype] * float(alone_BV.std())
-    if float((padded_BV - alone_BV).abs().mean()) > tolerance:
+    if _difference(padded_BV[:-1], alone_BV[:-1]) > tolerance:  # the last is the longest and gets no padding
         raise ConfigError(
             f"{type(policy.model).__name__} does not compute the same with left padding, so it cannot be batched",
             "use engine.kind: vllm",
@@ -39,7 +39,13 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
     if limit <= _SHARED + max(_RESTS) or LINEAR in layer_kinds(config):
         return 0
     shared_BV = _logits(policy, prompts, limit)
-    return limit if float((shared_BV - alone_BV).abs().mean()) <= tolerance else 0
+    return limit if _difference(shared_BV, alone_BV) <= tolerance else 0
+
+
+def _difference(one_BV: torch.Tensor, other_BV: torch.Tensor) -> float:
+    """The mean distance of two rows' logits, at the median row: a fault moves every row, while the rounding of bfloat16
+    now and then moves one by far."""
+    return float((one_BV - other_BV).abs().mean(-1).median())
 
 
 def _logits(policy: HFPolicy, prompts: list[list[int]], share_limit: int) -> torch.Tensor:
