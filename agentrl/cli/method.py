@@ -66,7 +66,7 @@ QuestionOption = Annotated[str | None, typer.Option("--question", metavar="TEXT"
 InputOption = Annotated[Path | None, typer.Option("--input", metavar="FILE", help="A file of questions.")]
 
 
-def aliases(values: Sequence[str], **flags: str | int | None) -> list[str]:
+def aliases(values: Sequence[str], **flags: str | int | list[str] | None) -> list[str]:
     """`--set` texts followed by the flags that were given; `run__steps=3` stands for `run.steps=3`.
 
     Text is quoted, so that `--name 2024` stays text.

@@ -41,6 +41,12 @@ LatentStepsOption = Annotated[
 UntrainedOption = Annotated[
     bool, typer.Option("--allow-untrained", help="Think through links of random weights; their answers mean nothing.")
 ]
+ControlsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--controls", metavar="NAMES", help="all, or some of single,text,none,zero,shuffled; recursivemas.controls."
+    ),
+]
 OptionalRecipe = Annotated[
     str,
     typer.Argument(metavar="[RECIPE]", help="A path or a shipped name.", autocompletion=complete_recipe),
@@ -86,6 +92,7 @@ def evaluate(
     rounds: RoundsOption = None,
     latent_steps: LatentStepsOption = None,
     allow_untrained: UntrainedOption = False,
+    controls: ControlsOption = None,
     set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
     smoke: SmokeOption = False,
     checkpoint: CheckpointOption = None,
@@ -98,6 +105,7 @@ def evaluate(
 ) -> None:
     with console.session(quiet=quiet, json_output=json_output, debug=debug):
         own = _own(links, checkpoint, rounds, latent_steps, allow_untrained)
+        own |= {} if controls is None else {"recursivemas__controls": _names(controls)}
         overrides = aliases(set_, run__dir=run_dir, run__name=name, run__seed=seed, **own)
         talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
         given = {"checkpoint": checkpoint, "run_dir": run_dir, "name": name, **talk}
@@ -135,6 +143,11 @@ def infer(
 def _asked(question: str | None, input_file: Path | None) -> dict[str, Any]:
     """Nothing where neither is given: the recipe then asks the first of its own questions."""
     return {} if question is None and input_file is None else one_question(question, input_file)
+
+
+def _names(text: str) -> str | list[str]:
+    """`all`, or the names between commas."""
+    return text if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _own(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.cli import console
+from agentrl.cli.comparison import show_controls, show_reductions
 
 _LEFT_OUT = ("items", "versions", "config", "training")  # `--json` and the run folder hold them
 _SCORES = {"eval_before": "held-out before", "eval_after": "held-out after", "eval": "held-out", "rise": "rise"}
@@ -23,6 +24,10 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         elif key == "answers" and isinstance(value, (list, tuple)) and all("trace" in item for item in value):
             for answer in value:
                 _show_thoughts(answer)
+        elif key == "controls" and isinstance(value, Mapping) and all("strict" in row for row in value.values()):
+            show_controls(value)
+        elif key == "reductions" and isinstance(value, Mapping):
+            show_reductions(value)
         else:
             _show(key, value)
     for line in last:

@@ -284,6 +284,13 @@ class LinkOptimConfig(OptimConfig):
         return self
 
 
+class LinkRunConfig(RunConfig):
+    """A recipe that only answers questions trains no step."""
+
+    steps: int = Field(0, ge=0)
+    seed: int = 42
+
+
 class RecursiveRecipe(BaseRecipe):
     """A RecursiveMAS recipe. Models are frozen; agents that name one policy share one loaded model."""
 
@@ -293,7 +300,7 @@ class RecursiveRecipe(BaseRecipe):
     method: Literal["recursivemas"]
     engine: EngineConfig = EngineConfig(kind="hf")
     optim: LinkOptimConfig = LinkOptimConfig()
-    run: RunConfig = RunConfig(steps=0, seed=42)
+    run: LinkRunConfig = LinkRunConfig()
     reward: str | None = Field(
         None, description="grader of answers, by name or module:function; none: the one for recursivemas.answer"
     )
@@ -369,7 +376,7 @@ class RecursiveRecipe(BaseRecipe):
 
     @property
     def questions_per_step(self) -> tuple[str, int]:
-        return "recursivemas.train.batch", self.recursivemas.train.batch
+        return "recursivemas.train.batch", self.recursivemas.train.batch if self.run.steps else 0
 
     @property
     def grader(self) -> str:

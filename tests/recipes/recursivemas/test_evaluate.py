@@ -335,7 +335,7 @@ def test_untrained_links_are_refused_and_a_benchmark_must_fit_the_form_of_answer
     file = tmp_path / "gsm.jsonl"
     file.write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n")
     data = recipe.data.model_copy(update={"path": str(file), "format": "gsm8k"})
-    with pytest.raises(ConfigError, match="have the form boxed, recursivemas.answer is short"):
+    with pytest.raises(ConfigError, match=r"have the form boxed, recursivemas\.answer is short"):
         held_out_tasks(recipe.model_copy(update={"data": data}))
     boxed = recipe.model_copy(
         update={"data": data, "recursivemas": recipe.recursivemas.model_copy(update={"answer": "boxed"})}
@@ -355,3 +355,33 @@ def _threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def test_t25_the_command_line_names_the_controls_and_prints_one_table(tmp_path, capsys):
+    from agentrl.cli import app
+
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "question": q, "answer": a}) + "\n" for i, q, a in QUESTIONS))
+    recipe = tmp_path / "ring.yaml"
+    policies = {
+        n: {"name": m, "dtype": "float32"} for n, m in {"expert": "tiny-gpt2-h96", "learner": "tiny-llama"}.items()
+    }
+    own = {"style": "distillation", "answer": "short", "rounds": 2, "latent_steps": 3}
+    agents = {"learner": {"sampling": {"temperature": 0.0, "max_tokens": 4}}}
+    recipe.write_text(
+        json.dumps(
+            {"method": "recursivemas", "policies": policies, "recursivemas": own, "agents": agents}
+            | {"data": {"path": str(file)}, "launch": {"threads": 1}}
+        )
+    )
+    command = ["recursivemas", "eval", str(recipe), "--allow-untrained", "--controls", "text,none", "--name", "x"]
+    more = ["--run-dir", str(tmp_path / "runs"), "--set", "recursivemas.text_team.max_tokens=3"]
+    with pytest.raises(SystemExit) as end:
+        app([*command, *more])
+    assert end.value.code == 0
+    out = capsys.readouterr().out.splitlines()
+    table = next(i for i, line in enumerate(out) if line.startswith("\tright\t"))
+    assert [line.split("\t")[0] for line in out[table + 1 : table + 4]] == ["ring", "text", "none"]
+    assert any(line.startswith("against the text team: ") for line in out)
+    assert any("round 2, expert" in line for line in out)
+    assert (tmp_path / "runs/x/evals/text.jsonl").is_file()
