@@ -16,95 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.errors import ConfigError, RunFailedError
-from agentrl.rollout.hf_attention import ATTENTION, LINEAR, layer_kinds, use_prefix_attention
-from agentrl.rollout.latent_attention import StepCache, step_attention
+from agentrl.rollout.hf_attention import LINEAR
+from agentrl.rollout.latent_attention import step_attention
+from agentrl.rollout.latent_backbone import Backbone, pad_prompts, positions_of
 from agentrl.rollout.latent_cache import LatentCache, PromptMemory
+from agentrl.rollout.latent_lead import LeadMemory, leads_of
 from agentrl.types import Embeddings, LatentAction, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LinkFn = Callable[[Tensor], Tensor]
 Gradient = Literal["full", "first"]
-
-
-class Backbone:
-    """One frozen model, shared by every agent that names it.
-
-    Freezes the model, puts it into eval mode, and takes its decoder stack (last state after the final norm) and its
-    embedding module, which scales where the model does. Raises `ConfigError` for a model with its own gradient
-    checkpointing on: that drops the cache, and each latent step would see one token; and for layers of an unknown kind.
-    """
-
-    def __init__(self, name: str, model: PreTrainedModel) -> None:
-        if model.is_gradient_checkpointing:
-            raise ConfigError(
-                f"model {name!r} has transformers' gradient checkpointing on, which drops the cache",
-                "switch it off: latent rollouts are checkpointed as a whole",
-            )
-        if model.config._attn_implementation != ATTENTION:
-            use_prefix_attention(model)
-        self.name = name
-        self.model = model.requires_grad_(False).eval()
-        self.decoder: nn.Module = model.get_decoder()
-        self.embeddings: nn.Module = model.get_input_embeddings()
-        config = model.config.get_text_config()
-        self.layer_kinds = layer_kinds(config)
-        self.window = int(config.max_position_embeddings)
-        sliding = config.to_dict().get("sliding_window")
-        self.sliding_window = None if sliding is None else int(sliding)
-
-    @property
-    def dim(self) -> int:
-        return int(self.embeddings.weight.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embeddings.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embeddings.weight.device
-
-    def embed(self, prompt: Prompt, skip: int = 0) -> Tensor:
-        """The input embeddings of a prompt without its first `skip` ids, (L - skip, D); blocks keep their gradient.
-
-        Raises `ConfigError` for a block of another width.
-        """
-        parts = []
-        for segment in prompt.segments:
-            if isinstance(segment, Embeddings):
-                block = segment.handle
-                if not isinstance(block, Tensor) or tuple(block.shape) != (segment.length, self.dim):
-                    shape = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
-                    raise ConfigError(
-                        f"a block of embeddings is {shape}, model {self.name!r} takes ({segment.length}, {self.dim})",
-                        "send it through the outer link of this edge",
-                    )
-                parts.append(block.to(self.device, self.dtype))
-                continue
-            ids = segment[skip:]
-            skip = max(0, skip - len(segment))
-            if ids:
-                parts.append(self.embeddings(torch.tensor(ids, device=self.device)))
-        return torch.cat(parts)
-
-    def check_fits(self, length: int, new: int, what: str) -> None:
-        """Raises `ConfigError` when `length` prompt positions and `new` further ones exceed the model's window."""
-        if length + new > self.window:
-            raise ConfigError(
-                f"model {self.name!r}: a prompt of {length} positions and {new} {what} need {length + new}, "
-                f"its window is {self.window}",
-                "shorten the question, or lower latent_steps or max_tokens",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,30 +120,34 @@ def latent_rollout_with_grad(
     *,
     gradient: Gradient = "full",
     checkpointed: bool = True,
+    leads: LeadMemory | None = None,
 ) -> Rollout:
     """The same rollout with gradients to the link and to the prompts' blocks.
 
     `gradient`: "full" through every latent step; "first" through the first state only (the later ones are detached).
     With `checkpointed` only the prompt's embeddings are kept until the backward pass, which recomputes the whole
-    rollout on a fresh cache. Raises as `latent_rollout`.
+    rollout on a fresh cache. With `leads` the ids before the first block are computed without a graph, those that all
+    rows share only once; states and gradients are the same. Raises as `latent_rollout`.
     """
     lengths = _check(backbone, prompts, steps)
     none = (0,) * len(prompts)
     if steps == 0:
         return _finish(backbone, _no_states(backbone, len(prompts)), lengths, none)
-    embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
+    lead = leads_of(backbone, prompts, leads, steps)
+    embeds_BRD, mask_BL = pad_prompts(backbone, prompts, lead.skip)
+    mask_BL = torch.cat([lead.mask_BC, mask_BL], dim=1)
 
-    def run(inputs_BLD: Tensor) -> Tensor:
-        cache = StepCache(backbone.layer_kinds)
+    def run(inputs_BRD: Tensor) -> Tensor:
+        cache = lead.open()
         cached = {"past_key_values": cache, "step_cache": cache, "use_cache": True}
         with step_attention(backbone.decoder):
-            return _unroll(backbone, inputs_BLD, mask_BL, link, steps, cached, gradient)
+            return _unroll(backbone, inputs_BRD, mask_BL, link, steps, cached, gradient)
 
     if checkpointed:
-        states_BmD = checkpoint(run, embeds_BLD, use_reentrant=False, preserve_rng_state=False)
+        states_BmD = checkpoint(run, embeds_BRD, use_reentrant=False, preserve_rng_state=False)
     else:
-        states_BmD = run(embeds_BLD)
-    return _finish(backbone, states_BmD, lengths, none)
+        states_BmD = run(embeds_BRD)
+    return _finish(backbone, states_BmD, lengths, (lead.shared,) * len(prompts))
 
 
 @torch.no_grad()
@@ -236,24 +167,6 @@ def latent_rollout_without_cache(backbone: Backbone, prompts: Sequence[Prompt], 
     states_BmD = torch.stack(states, dim=1) if states else _no_states(backbone, len(prompts))
     computed = tuple(steps * length + steps * (steps - 1) // 2 for length in lengths)
     return Rollout(states_BmD, states_BmD.float().norm(dim=-1), tuple(lengths), (0,) * len(lengths), computed)
-
-
-def pad_prompts(
-    backbone: Backbone, prompts: Sequence[Prompt], skip: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Left-padded embeddings (B, L, D) and their mask (B, L); pads are zero vectors. `skip[b]` leading ids are left
-    out."""
-    blocks = [backbone.embed(prompt, 0 if skip is None else skip[b]) for b, prompt in enumerate(prompts)]
-    longest = max(block.shape[0] for block in blocks)
-    mask_BL = torch.ones(len(blocks), longest, dtype=torch.long, device=backbone.device)
-    for b, block in enumerate(blocks):
-        mask_BL[b, : longest - block.shape[0]] = 0
-    return pad_sequence(blocks, batch_first=True, padding_side="left"), mask_BL
-
-
-def positions_of(mask_BL: Tensor) -> Tensor:
-    """Positions that count a row's own tokens from 0, whatever padding stands before or between them."""
-    return (mask_BL.cumsum(-1) - 1).clamp_(min=0)
 
 
 def _unroll(

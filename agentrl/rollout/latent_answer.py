@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.latent import Backbone, pad_prompts, positions_of
+from agentrl.rollout.latent_attention import step_attention
+from agentrl.rollout.latent_backbone import Backbone, pad_prompts, positions_of
+from agentrl.rollout.latent_lead import LeadMemory, leads_of
 from agentrl.types import Prompt
 
 _CHUNK = 1024  # positions that go through the head at once
@@ -37,11 +39,17 @@ class TextStates:
 
 
 def text_states(
-    backbone: Backbone, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], *, checkpointed: bool = False
+    backbone: Backbone,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Sequence[int]],
+    *,
+    checkpointed: bool = False,
+    leads: LeadMemory | None = None,
 ) -> TextStates:
     """One forward over prompt and text, teacher-forced; gradients flow to the prompts' blocks.
 
-    With `checkpointed` only the input embeddings are kept until the backward pass. Raises `ConfigError` for an empty
+    With `checkpointed` only the input embeddings are kept until the backward pass. With `leads` the ids before the
+    first block are computed without a graph, those that all rows share only once. Raises `ConfigError` for an empty
     text or one that does not fit the window.
     """
     if not all(len(text) for text in texts):
@@ -50,16 +58,21 @@ def text_states(
         )
     longest = max(map(len, texts))
     backbone.check_fits(max(map(len, prompts)), longest, "tokens of text")
-    embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
+    lead = leads_of(backbone, prompts, leads, longest)
+    embeds_BRD, mask_BR = pad_prompts(backbone, prompts, lead.skip)
     ids_BT = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=backbone.device)
     mask_BT = torch.tensor([[t < len(text) for t in range(longest)] for text in texts], device=backbone.device)
-    inputs = torch.cat([embeds_BLD, backbone.embeddings(ids_BT).to(embeds_BLD.dtype)], dim=1)
-    mask = torch.cat([mask_BL, mask_BT.long()], dim=1)
+    inputs = torch.cat([embeds_BRD, backbone.embeddings(ids_BT).to(embeds_BRD.dtype)], dim=1)
+    mask = torch.cat([lead.mask_BC, mask_BR, mask_BT.long()], dim=1)
+    positions = positions_of(mask)[:, -inputs.shape[1] :]
 
     def run(embeds: Tensor) -> Tensor:
-        out = backbone.decoder(
-            inputs_embeds=embeds, attention_mask=mask, position_ids=positions_of(mask), use_cache=False
-        )
+        cached = {"use_cache": False}
+        if lead.layers:
+            cache = lead.open()
+            cached = {"past_key_values": cache, "step_cache": cache, "use_cache": True}
+        with step_attention(backbone.decoder):
+            out = backbone.decoder(inputs_embeds=embeds, attention_mask=mask, position_ids=positions, **cached)
         hidden: Tensor = out.last_hidden_state[:, -longest - 1 :]
         return hidden
 

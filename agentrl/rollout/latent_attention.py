@@ -31,26 +31,36 @@ STEP_ATTENTION = "agentrl_latent_steps"
 
 
 class StepLayer(DynamicLayer):
-    """`keys` and `values` (B, K, L, D) of the prompt, and one (B, K, 1, D) per step."""
+    """`keys` and `values` (B, K, L, D) of the prompt, and one (B, K, 1, D) per step. `lead` holds keys and values of
+    positions before those that are given first; one row of them stands for all rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, lead: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__()
+        self.lead = lead
         self.step_keys: list[Tensor] = []
         self.step_values: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The prompt first, then one position at a time; returns what was given."""
+        """The prompt first, then one position at a time; returns what is to be attended to first, then what was
+        given."""
         if not self.is_initialized:
+            if self.lead is not None:
+                key_states, value_states = (
+                    torch.cat([old.expand(new.shape[0], -1, -1, -1), new], dim=2)
+                    for old, new in zip(self.lead, (key_states, value_states), strict=True)
+                )
             # Contiguous: a product with a transposed view would copy it at every step, and keep the copies.
             self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
-        else:
-            assert key_states.shape[2] == 1, "a latent step is one position"
-            self.step_keys.append(key_states)
-            self.step_values.append(value_states)
+            return self.keys, self.values
+        assert key_states.shape[2] == 1, "a latent step is one position"
+        self.step_keys.append(key_states)
+        self.step_values.append(value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return (self.keys.shape[2] if self.is_initialized else 0) + len(self.step_keys)
+        if not self.is_initialized:
+            return 0 if self.lead is None else self.lead[0].shape[2]
+        return self.keys.shape[2] + len(self.step_keys)
 
 
 class StepStates(LinearAttentionLayer):
@@ -77,8 +87,13 @@ class StepStates(LinearAttentionLayer):
 
 
 class StepCache(Cache):
-    def __init__(self, kinds: Sequence[str]) -> None:
-        super().__init__(layers=[StepStates() if kind == LINEAR else StepLayer() for kind in kinds])
+    """By `kinds` of layers. `leads` holds each layer's keys and values of leading positions, or nothing."""
+
+    def __init__(self, kinds: Sequence[str], leads: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        lead_of = leads or [None] * len(kinds)
+        super().__init__(
+            layers=[StepStates() if k == LINEAR else StepLayer(lead) for k, lead in zip(kinds, lead_of, strict=True)]
+        )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from agentrl.rollout.latent import (
 from agentrl.rollout.latent_answer import head_gap, head_logits, text_logprobs, text_loss, text_states
 from agentrl.rollout.latent_attention import STEP_ATTENTION
 from agentrl.rollout.latent_cache import PromptMemory
+from agentrl.rollout.latent_lead import LeadMemory
 from agentrl.types import Embeddings, Key, Prompt, Request, Sampling
 from agentrl.update.links import InnerLink, OuterLink, checksum, transfer
 
@@ -366,6 +367,47 @@ def test_t20_checkpointing_changes_neither_states_nor_gradients(backbone, link):
     assert _rel(*grads) < 1e-5
     states = latent_rollout_with_grad(backbone, prompts, link, 4).states_BmD
     assert _rel(states, latent_rollout(backbone, prompts, link, 4).states_BmD) < 1e-4
+
+
+LEADS = {
+    "shared text alone": [(3, 4, 5, 6, 7)] * 4,
+    "shared text, then each row's own": [(3, 4, 5), (3, 4, 5, 6, 7, 8), (3, 4, 5, 60), (3, 4, 5, 70, 71)],
+    "nothing shared": list(PROMPTS),
+}
+
+
+@pytest.mark.parametrize("leads", LEADS.values(), ids=LEADS)
+def test_t20_text_before_the_first_block_needs_no_graph(backbone, link, leads):
+    torch.manual_seed(5)
+    outer, blocks = OuterLink(64, 64), torch.randn(4, 3, 64)
+    memory = LeadMemory()
+
+    def grads(used):
+        sent = outer(blocks)
+        prompts = [fill_slots([lead, (9, 8)], [block]) for lead, block in zip(leads, sent, strict=True)]
+        out = latent_rollout_with_grad(backbone, prompts, link, 4, checkpointed=False, leads=used)
+        asked = [fill_slots([lead, (6,)], [block]) for lead, block in zip(leads, out.states_BmD, strict=True)]
+        forced = text_states(backbone, asked, ANSWERS, leads=used)
+        loss = text_loss(text_logprobs(backbone, forced), forced)
+        return out.states_BmD.detach(), _grads(loss, link, outer)
+
+    states, grad = grads(None)
+    for _ in range(2):  # the second time from memory
+        quick_states, quick_grad = grads(memory)
+        assert _rel(quick_states, states) < 1e-4
+        assert _rel(quick_grad, grad) < 1e-4
+
+
+def test_shared_text_is_computed_once_over_all_batches(llama, link):
+    lengths, memory = [], LeadMemory()
+    hook = llama.decoder.register_forward_pre_hook(
+        lambda _m, _a, kw: lengths.append(kw["inputs_embeds"].shape[:2]), with_kwargs=True
+    )
+    for block in torch.randn(3, 2, 5, 64):
+        prompts = [fill_slots([tuple(range(3, 20)), (4,)], [row]) for row in block]
+        text_states(llama, prompts, [(11,), (12, 13)], leads=memory)
+    hook.remove()
+    assert lengths == [(1, 17), (2, 8), (2, 8), (2, 8)]
 
 
 def test_t20_a_batch_of_four_has_the_gradient_of_four_rows_accumulated(llama, link):

@@ -23,8 +23,10 @@ from torch.func import functional_call
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.recipes.recursivemas.recursion import Agent, Send, Stage, System, Think, run_rounds
-from agentrl.rollout.latent import Backbone, Rollout, latent_rollout, latent_rollout_with_grad
+from agentrl.rollout.latent import Rollout, latent_rollout, latent_rollout_with_grad
 from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
+from agentrl.rollout.latent_backbone import Backbone
+from agentrl.rollout.latent_lead import LeadMemory
 from agentrl.types import Embeddings, Prompt, Task
 
 OuterForm = Literal["rollout", "first_step", "teacher_forced"]
@@ -33,7 +35,12 @@ MAX_BLOCK = 80  # teacher-forced states that are sent on, at most (the released 
 
 
 def inner_loss(
-    backbone: Backbone, link: nn.Module, prompts: Sequence[Prompt], texts: Sequence[Ids], mse_weight: float = 0.0
+    backbone: Backbone,
+    link: nn.Module,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Ids],
+    mse_weight: float = 0.0,
+    leads: LeadMemory | None = None,
 ) -> Tensor:
     """Equation 5: the mean over text tokens of 1 - cos(link(h_t), Emb(y_{t+1})), plus `mse_weight` times the MSE.
 
@@ -41,7 +48,7 @@ def inner_loss(
     only positions whose next token belongs to the text count.
     """
     with torch.no_grad():
-        states = text_states(backbone, prompts, texts)
+        states = text_states(backbone, prompts, texts, leads=leads)
         target_ND = backbone.embeddings(states.ids_BT[states.mask_BT]).float()
     predicted_ND = link(states.before_BTD[states.mask_BT]).float()
     loss = (1.0 - nn.functional.cosine_similarity(predicted_ND, target_ND, dim=-1)).mean()
@@ -80,6 +87,48 @@ class RoundGradients:
         return record
 
 
+@dataclass(slots=True)
+class Reuse:
+    """What stays the same while only outer links are trained: the text before each prompt's first block, and the
+    states of an agent whose prompt holds no block at all (the first one in round 1), which are thought once.
+
+    For one run with frozen inner links; states are kept in the model's dtype, m vectors per question.
+    """
+
+    leads: LeadMemory | None = None
+    states: dict[tuple[str, int, tuple[int, ...]], Tensor] | None = None
+
+    @classmethod
+    def begin(cls) -> Reuse:
+        return cls(LeadMemory(), {})
+
+    def rollout(self, agent: Agent, prompts: Sequence[Prompt], steps: int) -> Rollout:
+        """Without gradients, and only for prompts that were not thought about before."""
+        texts = [p.ids for p in prompts if not any(isinstance(s, Embeddings) for s in p.segments)]
+        if self.states is None or steps == 0 or len(texts) < len(prompts):
+            return latent_rollout(agent.backbone, prompts, agent.inner, steps)
+        keys = [(agent.name, steps, ids) for ids in texts]
+        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.states}
+        computed = {}
+        if new:
+            with torch.no_grad():
+                out = latent_rollout_with_grad(
+                    agent.backbone, list(new.values()), agent.inner, steps, checkpointed=False, leads=self.leads
+                )
+            for key, states_mD, positions in zip(new, out.states_BmD, out.computed, strict=True):
+                self.states[key], computed[key] = states_mD.clone(), positions
+        states_BmD = torch.stack([self.states[key] for key in keys])
+        lengths = tuple(map(len, texts))
+        kept = tuple(0 if key in computed else length for key, length in zip(keys, lengths, strict=True))
+        return Rollout(
+            states_BmD,
+            states_BmD.float().norm(dim=-1),
+            lengths,
+            kept,
+            tuple(computed.get(key, 0) for key in keys),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class OuterLoss:
     """`loss` to differentiate; `by_round[r - 1]` the answer's mean cross-entropy from the decoder's prompt of round r,
@@ -102,11 +151,15 @@ def outer_loss(
     texts: Mapping[str, Sequence[Ids]] | None = None,
     round_weights: Sequence[float] | None = None,
     gradients: RoundGradients | None = None,
+    reuse: Reuse | None = None,
+    checkpointed: bool = True,
 ) -> OuterLoss:
     """Equation 6: cross-entropy on the answers' tokens after all rounds, with the graph kept across rounds.
 
     `texts` are the role targets of `teacher_forced` (agent -> one text per question; one question at a time).
     `round_weights` weigh the answer's loss from the decoder's prompt in each round; by default only the last counts.
+    `reuse` keeps over a whole run what no trained link can change. `checkpointed` keeps only each forward's inputs
+    until the backward pass, which computes it again: less memory for a third more time. Neither changes the gradient.
     """
     weights = [0.0] * (config.rounds - 1) + [1.0] if round_weights is None else list(round_weights)
     assert len(weights) == config.rounds, f"{len(weights)} round weights for {config.rounds} rounds"
@@ -117,7 +170,9 @@ def outer_loss(
         known = {**(texts or {}), decoder: answers}
         inner_think = _reader(known)
     else:
-        inner_think = _grad_thinker(config.latent_steps, "full" if form == "rollout" else "first")
+        inner_think = _grad_thinker(
+            config.latent_steps, "full" if form == "rollout" else "first", reuse or Reuse(), checkpointed
+        )
 
     def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
         if agent.name == decoder:
@@ -133,7 +188,9 @@ def outer_loss(
         if weight == 0.0:
             by_round.append(None)
             continue
-        states = text_states(backbone, prompts, answers, checkpointed=True)
+        states = text_states(
+            backbone, prompts, answers, checkpointed=checkpointed, leads=None if reuse is None else reuse.leads
+        )
         loss = text_loss(text_logprobs(backbone, states), states)
         by_round.append(loss)
         total = total + weight * loss
@@ -156,11 +213,19 @@ def sender_with_grad(system: System, gradients: RoundGradients | None = None) ->
     return send
 
 
-def _grad_thinker(steps: int, gradient: Literal["full", "first"]) -> Think:
+def _grad_thinker(steps: int, gradient: Literal["full", "first"], reuse: Reuse, checkpointed: bool) -> Think:
     def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
         if not (_needs_grad(prompts) or any(p.requires_grad for p in agent.inner.parameters())):
-            return latent_rollout(agent.backbone, prompts, agent.inner, steps)
-        return latent_rollout_with_grad(agent.backbone, prompts, agent.inner, steps, gradient=gradient)
+            return reuse.rollout(agent, prompts, steps)
+        return latent_rollout_with_grad(
+            agent.backbone,
+            prompts,
+            agent.inner,
+            steps,
+            gradient=gradient,
+            checkpointed=checkpointed,
+            leads=reuse.leads,
+        )
 
     return think
 

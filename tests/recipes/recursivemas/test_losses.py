@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from agentrl.recipes.recursivemas.losses import RoundGradients, inner_loss, outer_loss
+from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.recursion import System
 from agentrl.types import Prompt, Task
 from agentrl.update.links import InnerLink, checksum
@@ -135,6 +135,23 @@ def test_t20_recording_rounds_and_batching_leave_the_gradient_as_it_is(trained):
     rows = [outer_loss(system, config, [q], [a]).loss * len(a) / 5 for q, a in zip(QUESTIONS, ANSWERS, strict=True)]
     summed = grads(sum(rows))
     assert ((summed - plain).norm() / plain.norm()).item() < 1e-3
+
+
+def test_t20_what_no_link_changes_is_reused_without_a_change_to_the_gradient(trained):
+    config, system = trained
+    parameters = _parameters(system)
+    plain = outer_loss(system, config, QUESTIONS, ANSWERS)
+    wanted = torch.autograd.grad(plain.loss, parameters)
+    reuse = Reuse.begin()
+    for again in (False, True):
+        out = outer_loss(system, config, QUESTIONS, ANSWERS, reuse=reuse, checkpointed=False)
+        torch.testing.assert_close(out.loss, plain.loss, rtol=1e-4, atol=1e-6)
+        for got, want in zip(torch.autograd.grad(out.loss, parameters), wanted, strict=True):
+            assert ((got - want).norm() / want.norm()).item() < 1e-3
+        first = out.stages[0]
+        assert (first.round, first.agent) == (1, "planner")
+        assert all((action.positions == 0) == again for action in first.actions)
+    assert len(reuse.states) == len(QUESTIONS)
 
 
 def test_t17_stage_2_trains_outer_links_only(trained):
