@@ -57,11 +57,13 @@ def check(loaded: Loaded, deep: bool = False, needs_data: bool = True) -> list[F
     `needs_data=False` leaves the data sets out, for a verb that takes its question from the command line.
     """
     recipe = loaded.tree
+    own = list(_recipe(recipe))
     found = [
-        *_recipe(recipe),
+        *(finding for finding in own if finding.exit_code == _CONFIG),
         *_devices(recipe),
         *_packages(recipe),
         *_models(recipe),
+        *(finding for finding in own if finding.exit_code != _CONFIG),
         *_keys(recipe),
         *_not_built(recipe),
     ]

@@ -33,6 +33,7 @@ OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Stage = Literal["inner", "outer"]
 Control = Literal["single", "text", "none", "zero", "shuffled"]
 CONTROLS: tuple[Control, ...] = ("single", "text", "none", "zero", "shuffled")
+LOOP_TOOLS = ("python", "search")
 GRADERS: Mapping[str, str] = MappingProxyType(
     {"boxed": "math", "choice": "choice", "code": "code", "short": "exact_match"}
 )
@@ -53,6 +54,7 @@ class RoleConfig(Section):
 
     prompt: str
     first: str | None = Field(None, description="the user turn of round 1, for roles that hear feedback later")
+    system: str | None = Field(None, description="the system turn; none: the style's")
 
 
 class OfficialLinks(Section):
@@ -135,6 +137,13 @@ class TextTeamConfig(Section):
         return self
 
 
+class ToolLoopConfig(Section):
+    """How the decoder's last answer calls tools (the recipe's `tools`, as `agents.DECODER.tools` names them)."""
+
+    max_calls: int = Field(5, ge=1, description="calls of one answer; after the last it is written to its end")
+    max_result_chars: int = Field(6000, ge=100, description="a longer result is cut")
+
+
 class RecursiveConfig(Section):
     """The method's own switches."""
 
@@ -157,6 +166,7 @@ class RecursiveConfig(Section):
         False, description="rescale link outputs to the receiver's mean token-embedding norm; off in released weights"
     )
     max_batch: int = Field(16, ge=1, description="questions that think together")
+    tool_loop: ToolLoopConfig = ToolLoopConfig()
     train: TrainConfig = TrainConfig()
     decodes: int = Field(1, ge=1, description="eval: answers sampled from each question's latents; pass@k counts any")
     controls: Literal["all"] | tuple[Control, ...] = Field(
@@ -252,6 +262,9 @@ class RecursiveConfig(Section):
         return slots_in(self.prompt_of(agent, round_number))
 
     def system_of(self, agent: str) -> str:
+        own = self.roles.get(agent)
+        if own is not None and own.system is not None:
+            return own.system
         return SYSTEM if self.style == "custom" else STYLES[self.style].roles[agent].system
 
     @property
@@ -354,7 +367,25 @@ class RecursiveRecipe(BaseRecipe):
             raise ValueError("recursivemas.decodes: greedy answers are all the same; raise the decoder's temperature")
         if self.engine.kind == "scripted":
             raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        """Only the decoder calls tools, and every tool that is set up is one of them."""
+        graph, named = self.recursivemas.graph, self.decoder.tools
+        for name, agent in self.agents.items():
+            if agent.tools and name != graph.decoder:
+                raise ValueError(f"agents.{name}.tools: has no effect; only the decoder {graph.decoder} writes calls")
+        there = {key for key in type(self.tools).model_fields if getattr(self.tools, key)}
+        for key in sorted(there - set(LOOP_TOOLS)):
+            raise ValueError(f"tools.{key}: has no effect; the tools of an answer are {', '.join(LOOP_TOOLS)}")
+        for key in sorted(there - set(named)):
+            raise ValueError(f"tools.{key}: has no effect; add {key} to agents.{graph.decoder}.tools")
+        for key in named:
+            if key not in there:
+                raise ValueError(f"agents.{graph.decoder}.tools: {key!r} is not set up; add a section tools.{key}")
+        if not named and self.recursivemas.tool_loop != ToolLoopConfig():
+            raise ValueError(f"recursivemas.tool_loop: has no effect; name tools in agents.{graph.decoder}.tools")
 
     def findings(self) -> list[tuple[str, str, str]]:
         """Links of other models, prompts that no window holds, and graders that are not there."""

@@ -51,8 +51,14 @@ def _model_configs(recipe: RecursiveRecipe) -> dict[str, tuple[Path, dict[str, A
 
 def _links(recipe: RecursiveRecipe, configs: dict[str, tuple[Path, dict[str, Any]]]) -> Iterator[Remark]:
     config, key = recipe.recursivemas, "recursivemas.links"
+    if config.official is not None:
+        folders = {"outer": config.official.outer, **{f"inner.{a}": f for a, f in config.official.inner.items()}}
+        for place, folder in folders.items():
+            if not Path(folder).expanduser().is_dir():
+                yield "missing", "recursivemas.official." + place, f"there is no folder {folder!r}; save the released files there"
+        return
     if config.links is None:
-        if config.official is None and not config.allow_untrained:
+        if not config.allow_untrained:
             hint = "name some with --links to answer questions, or give --allow-untrained"
             yield "info", key, f"none are named, so training begins with new ones; {hint}"
         return

@@ -18,12 +18,14 @@ from agentrl.config.schema import (
     LaunchConfig,
     ModelConfig,
     SamplingConfig,
+    SearchToolConfig,
 )
 from agentrl.data import EMBEDDED
 from agentrl.recipes.recursivemas.styles import STYLES
 
 MODEL: Mapping[str, Any] = {"name": "smollm2-135m"}
 SET = "invented-pages"
+CORPUS = "invented"
 ROUNDS, STEPS, MAX_TOKENS = 2, 4, 16
 
 
@@ -38,6 +40,7 @@ def smoke_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
         "agents": {name: _agent() for name in agents},
         "engine": _only(EngineConfig, {"kind": "hf"}),
         "data": _data(_section(values, "data"), kept),
+        "tools": _tools(_section(values, "tools")),
         "reward": None if kept else "exact_match",
         "recursivemas": {
             "rounds": min(_number(own.get("rounds"), ROUNDS), ROUNDS),
@@ -76,6 +79,11 @@ def _data(given: Mapping[str, Any], kept: bool) -> dict[str, Any]:
     trained = {"path": given["path"], "split": given.get("split")} if kept else {"path": SET, "split": "train"}
     evaluated = {"path": held_out["path"], "split": held_out.get("split"), "limit": 4}
     return {**_only(DataConfig, trained), "eval": _only(DatasetConfig, evaluated)}
+
+
+def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tools on the embedded corpus."""
+    return {"search": _only(SearchToolConfig, {"corpus": CORPUS, "top_k": 4})} if given.get("search") else {}
 
 
 def _train(given: Mapping[str, Any], agents: tuple[str, ...]) -> dict[str, Any]:
