@@ -1,6 +1,7 @@
 """From a recipe's file and the command line to one validated tree.
 
-Precedence: defaults, YAML, `--smoke`, `--set`. Validation runs once, strictly, on the merged tree; every fault names
+Precedence: defaults, YAML, `--smoke`, `--set`. A recipe's section `smoke` holds what `--smoke` changes in it beyond the
+method's own cut, and counts only then. Validation runs once, strictly, on the merged tree; every fault names
 file and line, the dotted key, the given value, what was expected and the fix.
 """
 
@@ -65,11 +66,14 @@ def load(
     label = _label(source)
     draft = _Draft.read(source, label)
     schema = draft.schema(schema_for_method)
+    own = draft.take_smoke()
     if smoke:
         if schema.smoke.__func__ is BaseRecipe.smoke.__func__:  # type: ignore[attr-defined]  # a bound classmethod
             raise ConfigError(f"{label}: method {draft.values['method']} has no smoke form", "leave out --smoke")
         for key, value in schema.smoke_of(draft.values).items():
             draft.merge(tuple(key.split(".")), value, SMOKE, schema)
+        for path, value, mark in own:
+            draft.merge(path, value, mark, schema)
     draft.apply(overrides, schema)
     tree = draft.validate(schema)
     return Loaded(tree, draft.origins(tree), source)
@@ -126,6 +130,27 @@ class _Draft:
             return schema_for_method(name)
         except ConfigError as error:
             raise RecipeError([Problem(mark, "method", error.cause, error.fix)]) from error
+
+    def take_smoke(self) -> list[tuple[KeyPath, Any, Mark]]:
+        """The section `smoke` out of the values, as overrides with the lines that they stand on."""
+        section = self.values.pop("smoke", None)
+        lines = {path[1:]: mark for path, mark in self.marks.items() if path[0] == "smoke"}
+        self._forget(("smoke",))
+        if section is None:
+            return []
+        if not isinstance(section, dict):
+            raise RecipeError(
+                [Problem(lines[()], "smoke", f"got {shown(section)}, expected a mapping of sections", "write sections")]
+            )
+        found: list[tuple[KeyPath, Any, Mark]] = []
+        waiting: list[tuple[KeyPath, Any]] = [((str(key),), value) for key, value in section.items()]
+        while waiting:
+            path, value = waiting.pop(0)
+            if isinstance(value, dict) and value:
+                waiting += [((*path, str(key)), item) for key, item in value.items()]
+            else:
+                found.append((path, value, lines.get(path, lines[()])))
+        return found
 
     def merge(self, path: KeyPath, value: Any, mark: Mark, schema: type[BaseRecipe]) -> None:
         """Deep-merge an override of `--smoke`: lists are replaced whole, None sets null or, where the schema takes no

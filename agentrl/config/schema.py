@@ -182,6 +182,9 @@ class PythonToolConfig(Section):
 
     timeout_s: float = Field(30.0, gt=0)
     memory_mib: int = Field(1024, ge=64)
+    workspace_mib: int = Field(
+        128, ge=8, description="the program's folder, in memory; one file takes half of it at most"
+    )
     max_output_bytes: int = Field(20_000, ge=100)
     max_concurrent: int = Field(4, ge=1)
 

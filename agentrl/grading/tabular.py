@@ -125,8 +125,7 @@ class TableGrader:
             spec = spec_of(task.info)
             if spec.baseline is None or spec.best is None:
                 return Score(None, "grader failed: the task has no baseline and best")
-            answers = task.info.get("answers")
-            text = Path(task.info["answers_file"]).read_text("utf-8") if answers is None else str(answers)
+            text = _hidden(task.info)
             result = score_table(trajectory.answer or "", text, spec)
         except (ValueError, KeyError, TypeError, OSError) as error:
             return Score(None, f"grader failed: {type(error).__name__}: {error}")
@@ -139,6 +138,31 @@ class TableGrader:
         if result.normalised is None:
             return Score(0.0, result.reason if trajectory.answer else "no answer", info)
         return Score(result.normalised, f"{result.metric} {result.value:.6g}", info)
+
+
+def measured(submission: str | None, info: Mapping[str, Any]) -> str | None:
+    """A submission's metrics on a task's hidden answers in words, for a coach that may know them; None for a task
+    without such answers, and for one at fault."""
+    if not ("answers" in info or "answers_file" in info):
+        return None
+    if submission is None:
+        return "there is no submission yet"
+    try:
+        result = score_table(submission, _hidden(info), spec_of(info))
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
+    if not result.ok:
+        return f"the submission cannot be scored: {result.reason}"
+    values = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+    score = (
+        "" if result.normalised is None else f"; normalised score {result.normalised:.3f} (0 baseline, 1 best known)"
+    )
+    return f"the submission on the hidden answers: {values}{score}"
+
+
+def _hidden(info: Mapping[str, Any]) -> str:
+    answers = info.get("answers")
+    return Path(info["answers_file"]).read_text("utf-8") if answers is None else str(answers)
 
 
 def fallbacks(answers: str, spec: TableSpec, kind: Kind) -> dict[str, float]:

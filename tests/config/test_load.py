@@ -366,3 +366,25 @@ def test_a_method_without_smoke_form_says_so(recipe, monkeypatch):
     monkeypatch.delattr(ToyRecipe, "smoke")
     with pytest.raises(ConfigError, match="no smoke form"):
         recipe(GOOD, smoke=True)
+
+
+def test_a_recipes_own_smoke_section_is_merged_over_the_methods_and_counts_only_then(recipe) -> None:
+    text = GOOD + "smoke:\n  run: {seed: 7, steps: 3}\n  toy:\n    note: small\n"
+    whole = recipe(text)
+    assert (whole.tree.run.steps, whole.tree.run.seed, whole.tree.toy.note) == (10, 0, "")
+    small = recipe(text, smoke=True)
+    assert (small.tree.run.steps, small.tree.run.seed, small.tree.toy.note) == (3, 7, "small")
+    assert small.tree.toy.weights == (5.0,)
+    assert small.origins["toy.note"] == f"x.yaml:{len(GOOD.splitlines()) + 4}"
+    assert recipe(text, "run.steps=4", smoke=True).tree.run.steps == 4
+    assert "smoke" not in dump_yaml(small.tree)
+
+
+@pytest.mark.parametrize(
+    ("section", "fault"),
+    [("smoke: 3\n", "smoke: got 3, expected a mapping"), ("smoke:\n  toy:\n    rounds: 99\n", "toy.rounds: got 99")],
+)
+def test_a_fault_in_a_smoke_section_is_told_with_its_line(recipe, section: str, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault) as caught:
+        recipe(GOOD + section, smoke=True)
+    assert f"x.yaml:{len(GOOD.splitlines()) + len(section.splitlines())}" in str(caught.value)

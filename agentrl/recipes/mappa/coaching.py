@@ -16,6 +16,7 @@ from typing import Any
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
 from agentrl.config.schema import EngineConfig
+from agentrl.grading.tabular import measured
 from agentrl.models import resolve
 from agentrl.protocols import Coach, CoachView, Engine
 from agentrl.recipes.mappa.config import MappaRecipe
@@ -101,8 +102,8 @@ class Coaching:
             task if agent in aware else replace(task, references=(), info={}),
             role=self._recipe.agents[agent].role,
             observed=acted.observed,
-            ledger=_files(acted.ledger, agent) if ledger is None else ledger,
-            truth=task.references[0] if task.references else None,
+            ledger=files_shown(acted.ledger, agent) if ledger is None else ledger,
+            truth=_truth(acted) if agent in aware else None,
             aware=aware,
         )
 
@@ -131,6 +132,13 @@ class Coaching:
 def _files(ledger: FileLedger, agent: str) -> dict[str, Any]:
     """The ledger's view, or nothing where the team has no files at all."""
     return ledger.view(agent) if ledger.saved or ledger.required else {}
+
+
+def _truth(acted: Acted) -> str | None:
+    """The reference answer; where hidden answers of a table are the reference, how well the submission does on them."""
+    if acted.task.references:
+        return acted.task.references[0]
+    return measured(acted.submission, acted.task.info)
 
 
 def _afterwards(one: Acted, everything: Sequence[Acted], trajectory: Trajectory) -> str:

@@ -40,13 +40,15 @@ class VisitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Acted:
-    """An action with everything a coach may be shown of it. `ledger` is the files' state after its tools."""
+    """An action with everything a coach may be shown of it. `ledger` is the files' state after its tools, `submission`
+    the text of `mappa.answer_file` as it then stood."""
 
     trajectory_id: str
     task: Task
     turn: Turn
     observed: str
     ledger: FileLedger
+    submission: str | None = None
 
 
 Watch = Callable[[Acted], None]
@@ -153,7 +155,14 @@ class _Rollout:
         self.turns.append(turn)
         self.ctx.record(turn)
         if self.w.watch is not None:
-            self.w.watch(Acted(self.ctx.trajectory_id, self.task, turn, observed, desk.ledger))
+            submission = self._file(desk.files)
+            self.w.watch(Acted(self.ctx.trajectory_id, self.task, turn, observed, desk.ledger, submission))
+
+    def _file(self, files: Mapping[str, bytes]) -> str | None:
+        """The text of `mappa.answer_file` among some files."""
+        name = self.w.recipe.mappa.answer_file
+        data = None if name is None else files.get(name)
+        return None if data is None else data.decode("utf-8", errors="replace")
 
     def _last_output(self, agent: str) -> str:
         return without_thinking(self.visits[agent][-1].outputs[-1])
@@ -161,8 +170,7 @@ class _Rollout:
     def _answer(self) -> str | None:
         recipe = self.w.recipe
         if recipe.mappa.answer_file is not None:
-            data = self.space.files.get(recipe.mappa.answer_file)
-            return None if data is None else data.decode("utf-8", errors="replace")
+            return self._file(self.space.files)
         text = self.visits[recipe.answers][-1].outputs[-1]
         tagged = parse(text, "hermes", {}, require_purpose=False).answer
         return tagged or without_thinking(text).strip() or None

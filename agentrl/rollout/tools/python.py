@@ -41,6 +41,8 @@ class PythonTool:
             wall_s=config.timeout_s,
             cpu_s=config.timeout_s,
             memory_mib=config.memory_mib,
+            workspace_mib=config.workspace_mib,
+            file_mib=config.workspace_mib // 2,
             output_bytes=config.max_output_bytes * _PRINT_FACTOR,
         )
         self.sandbox = Sandbox(limits, config.max_concurrent)
