@@ -127,6 +127,20 @@ class AdaptedModel:
         return targets, any(linear[name] for name in targets)
 
 
+def zero_layer(folder: Path) -> str:
+    """The layer that `zero_adapter` stands on."""
+    return min(linear_layers(folder))
+
+
+def zero_adapter(folder: Path) -> dict[str, Tensor]:
+    """An adapter of rank 1 that adds nothing, on one layer of a model folder."""
+    import torch
+
+    layer = zero_layer(folder)
+    rows, columns = linear_layers(folder)[layer]
+    return {f"{layer}.lora_A.weight": torch.zeros(1, columns), f"{layer}.lora_B.weight": torch.zeros(rows, 1)}
+
+
 def share_models(policies: Mapping[str, Path], adapters: Mapping[str, Adapter]) -> tuple[tuple[str, ...], ...]:
     """The policies by the model that serves them: those among `adapters` that have a folder together, others alone."""
     groups: dict[Path | str, list[str]] = {}

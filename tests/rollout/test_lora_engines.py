@@ -157,6 +157,7 @@ def test_vllm_sets_room_aside_for_the_adapters_and_leaves_the_head_alone(tiny_fo
     assert (fields["max_loras"], fields["max_cpu_loras"], fields["max_lora_rank"]) == (2, 3, 16)
     assert "q_proj" in fields["lora_target_modules"]
     assert not {"lm_head", "embed_tokens"} & set(fields["lora_target_modules"])
+    assert adapter_fields(tiny_folder["llama"], [None, LORA])["max_loras"] == 2  # the bare model has a slot too
     with pytest.raises(ConfigError, match="lm_head"):
         adapter_fields(tiny_folder["llama"], [LoraConfig(target_modules=("lm_head",))])
 
@@ -231,7 +232,7 @@ def test_one_vllm_engine_serves_each_policy_its_own_adapter_and_version(run, tin
 
 def _of_no_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    return {name.replace("layers.0", "layers.77"): tensors[name]}
+    return {name.replace("layers.0", "layers.77"): tensors[name].clone()}
 
 
 class _Closing:
