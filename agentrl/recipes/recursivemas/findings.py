@@ -55,7 +55,11 @@ def _links(recipe: RecursiveRecipe, configs: dict[str, tuple[Path, dict[str, Any
         folders = {"outer": config.official.outer, **{f"inner.{a}": f for a, f in config.official.inner.items()}}
         for place, folder in folders.items():
             if not Path(folder).expanduser().is_dir():
-                yield "missing", "recursivemas.official." + place, f"there is no folder {folder!r}; save the released files there"
+                yield (
+                    "missing",
+                    "recursivemas.official." + place,
+                    f"there is no folder {folder!r}; save the released files there",
+                )
         return
     if config.links is None:
         if not config.allow_untrained:
