@@ -126,10 +126,10 @@ class Coaching:
         saved = {name: who for acted in everything for name, who in acted.ledger.saved.items()}
         who_acted = tuple(dict.fromkeys(acted.turn.action.agent for acted in everything))
         last = replace(one.ledger, saved=saved, acted=who_acted)
-        return self.view(one, {**_files(last, agent), AFTERWARDS: _afterwards(one, everything, trajectory)})
+        return self.view(one, {**files_shown(last, agent), AFTERWARDS: _afterwards(one, everything, trajectory)})
 
 
-def _files(ledger: FileLedger, agent: str) -> dict[str, Any]:
+def files_shown(ledger: FileLedger, agent: str) -> dict[str, Any]:
     """The ledger's view, or nothing where the team has no files at all."""
     return ledger.view(agent) if ledger.saved or ledger.required else {}
 
