@@ -117,6 +117,7 @@ class Group:
         a rank that does not come up.
         """
         assert num_ranks > 1, "one rank needs no group"
+        assert not dist.is_initialized(), "a process has one group at a time"
         _keep_to_loopback()
         door = socket.socket()
         door.bind(("127.0.0.1", 0))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ def make_policy(tiny_folder):
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[ModuleType]:
+    """`rank_policies`, which a spawned process finds by the same path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        import rank_policies
+
+        yield rank_policies
 
 
 @pytest.fixture
