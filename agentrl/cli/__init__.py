@@ -204,6 +204,9 @@ def export_command(
     official: Annotated[
         bool, typer.Option("--official", help="Links only: the released layout, a folder per agent and one of edges.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Adapters only: the whole model, with the adapter in its weights.")
+    ] = False,
     run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Where runs lie by name.")] = "runs",
     debug: DebugOption = False,
 ) -> None:
@@ -212,7 +215,7 @@ def export_command(
             raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
         from agentrl.cli.export import export
 
-        export(run, step, policy, dest, run_dir, dtype, official)
+        export(run, step, policy, dest, run_dir, dtype, official, merge)
 
 
 for group in (recipes_app, models_app, data_app, mars_app, mappa_app, recursivemas_app):

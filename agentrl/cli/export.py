@@ -20,27 +20,31 @@ def export(
     runs: str = "runs",
     dtype: Dtype | None = None,
     official: bool = False,
+    merge: bool = False,
 ) -> None:
     """Write the policy of a run's newest checkpoint, or of `step`, to `dest`, and print the folder.
 
-    `run` is a folder or a name in `runs`. The weights get the run's compute dtype unless `dtype` names another. Raises
-    `ConfigError` and `MissingError` for what is not there.
+    `run` is a folder or a name in `runs`. The weights get the run's compute dtype unless `dtype` names another. An
+    adapter stays one unless it is to be merged into its model. Raises `ConfigError` and `MissingError` for what is not
+    there.
     """
     folder = _run_folder(run, runs)
     checkpoint = _checkpoint(folder, step)
     if (checkpoint / "links").is_dir():
+        if merge:
+            raise ConfigError(f"--merge: {folder.name} trained links, and no adapter", "leave it out")
         _export_links(folder, checkpoint, policy, dest, dtype, official)
         return
     if official:
         raise ConfigError(f"--official: {folder.name} trained no links", "leave it out")
     try:
-        name, target = _write(folder, checkpoint, policy, dest, dtype)
+        name, target = _write(folder, checkpoint, policy, dest, dtype, merge)
     except Exception:  # safetensors has fault types of its own for a file that is gone
         if read_manifest(checkpoint) is not None:
             raise
         # A run that trains meanwhile keeps its newest checkpoints only; the one that replaced this is there.
         checkpoint = _checkpoint(folder, step)
-        name, target = _write_once_more(folder, checkpoint, policy, dest, dtype)
+        name, target = _write_once_more(folder, checkpoint, policy, dest, dtype, merge)
     console.out(f"{target}: policy {name} of {folder.name} after step {int(checkpoint.name.removeprefix('step_'))}")
 
 
@@ -55,17 +59,19 @@ def _export_links(
     console.out(f"{target}: links of {run.name} after step {int(checkpoint.name.removeprefix('step_'))}")
 
 
-def _write(run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None) -> tuple[str, Path]:
+def _write(
+    run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None, merge: bool
+) -> tuple[str, Path]:
     name = _policy(checkpoint, policy)
     source = checkpoint / "policies" / name
-    return name, export_folder(source, dest.expanduser(), dtype or _compute_dtype(run, name))
+    return name, export_folder(source, dest.expanduser(), dtype or _compute_dtype(run, name), merge=merge)
 
 
 def _write_once_more(
-    run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None
+    run: Path, checkpoint: Path, policy: str | None, dest: Path, dtype: Dtype | None, merge: bool
 ) -> tuple[str, Path]:
     try:
-        return _write(run, checkpoint, policy, dest, dtype)
+        return _write(run, checkpoint, policy, dest, dtype, merge)
     except Exception as error:
         if read_manifest(checkpoint) is not None:
             raise

@@ -101,6 +101,16 @@ class AdaptedModel:
         if name != self._active:
             self._switch(name)
 
+    def merged(self, name: str) -> PreTrainedModel:
+        """The model with one adapter in its weights and none beside them; this object is spent."""
+        from peft.tuners.lora import LoraLayer
+
+        for path, layer in [(n, m) for n, m in self.model.named_modules() if isinstance(m, LoraLayer)]:
+            layer.merge(adapter_names=[self._keys[name]])
+            self.model.set_submodule(path, layer.get_base_layer())
+        self._layers = []
+        return self.model
+
     def _switch(self, name: str | None) -> None:
         for layer in self._layers:
             if name is None:

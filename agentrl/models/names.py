@@ -54,6 +54,11 @@ def find(name: str) -> Path | None:
     return _find_hub(name) if _HUB_ID.fullmatch(name) else None
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name is of the form org/name, and no folder here."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).expanduser().is_dir()
+
+
 def prepare(name: str) -> Path:
     """Make the model ready and return its folder; a second call, or one by another process, finds it made.
 

@@ -134,3 +134,40 @@ def test_an_adapter_without_effect_or_of_no_size_is_refused(cli, sets, cause):
     done = cli("check", "mars-embedded", sets=sets)
     assert done.code == 2
     assert cause in done.err
+
+
+def test_an_adapter_is_exported_as_it_is_or_merged_into_a_whole_model(cli, folder):
+    import peft
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "run", sets=MARS).code == 0
+    assert cli("export", "run", "adapter").code == 0
+    assert cli("export", "run", "whole", "--merge").code == 0
+    assert cli("export", "run", "half", "--merge", "--dtype", "bfloat16").code == 0
+    assert {path.name for path in (folder / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    base = Path(json.loads((folder / "adapter/adapter_config.json").read_text())["base_model_name_or_path"])
+    ids = torch.arange(40, 64)[None]
+    with torch.inference_mode():
+        bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        plain = bare(ids).logits
+        adapted = peft.PeftModel.from_pretrained(bare, str(folder / "adapter"))(ids).logits
+        whole = AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.float32)(ids).logits
+    assert torch.allclose(adapted, whole, atol=1e-5)
+    assert not torch.allclose(plain, whole, atol=1e-3)
+    assert {t.dtype for t in load_file(folder / "half/model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((folder / "half/config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (folder / "whole" / name).stat().st_mode & 0o777 == 0o644
+    swap = ("model.name=whole", "model.mode=full")
+    done = cli("mars", "eval", "mars-embedded", "--smoke", "--json", sets=(*MARS, *swap))
+    own = cli("mars", "eval", "mars-embedded", "--smoke", "--checkpoint", "run", "--json", sets=MARS)
+    assert done.json["eval"] == own.json["eval"]
+    cli("export", "run", "adapter").two_lines(2, "adapter holds files")
+    assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "full", sets=(*MARS, "model.mode=full")).code == 0
+    cli("export", "full", "new", "--merge").two_lines(2, "--merge: this policy is whole weights", "leave --merge out")
+    assert not (folder / "new").exists()
