@@ -80,6 +80,9 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(
         None, ge=1, description="questions that go through the models together; gradients add up to the batch's"
     )
+    checkpointed: bool = Field(
+        True, description="outer: compute each forward again in the backward pass: less memory, a third more time"
+    )
     round_weights: tuple[float, ...] | None = Field(
         None, description="outer: weight of the answer's loss from each round's prompt; none: the last round alone"
     )
@@ -99,7 +102,7 @@ class TrainConfig(Section):
             what = "is needed" if self.stage == "both" else "has no effect"
             raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
         if self.stage == "inner":
-            silent = ("form", "inner_too", "round_weights", "leak_probe")
+            silent = ("form", "inner_too", "checkpointed", "round_weights", "leak_probe")
         else:
             silent = ("mse_weight",) if self.stage == "outer" else ()
         for key in silent:

@@ -110,7 +110,7 @@ class Done:
 def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     """Equation 5 for every agent: its link maps states at its known text to the next token's embedding."""
     system, train = t.loaded.system, t.recipe.recursivemas.train
-    done = Done()
+    done, leads = Done(), None if t.reuse is None else t.reuse.leads
     for name, agent in system.agents.items():
         total = sum(map(len, t.texts.of(name, tasks)))
         norms: list[float] = []
@@ -118,7 +118,8 @@ def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
         for batch in _micro(t, tasks):
             prompts, texts = inner_prompts(system, t.recipe, name, batch), t.texts.of(name, batch)
             tokens = sum(map(len, texts))
-            loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight) * (tokens / total)
+            mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, leads)
+            loss = mean_loss * (tokens / total)
             loss.backward()
             done.losses[name] = done.losses.get(name, 0.0) + loss.item()
             done.text_tokens += tokens
@@ -148,6 +149,8 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
             texts=known,
             round_weights=train.round_weights,
             gradients=gradients,
+            reuse=t.reuse,
+            checkpointed=train.checkpointed,
         )
         loss = out.loss * (sum(map(len, answers)) / total)
         loss.backward()

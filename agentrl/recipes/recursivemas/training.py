@@ -27,6 +27,7 @@ from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.held_out import HeldOut
 from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer_name
 from agentrl.recipes.recursivemas.links import Links, save_links
+from agentrl.recipes.recursivemas.losses import Reuse
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.texts import Texts, entropy_floor
 from agentrl.recipes.registry import VerbOptions
@@ -59,6 +60,7 @@ class LinkTraining:
     token_norms: Mapping[str, float]
     sums: Mapping[str, str]
     links: Links
+    reuse: Reuse | None = None
     trainer: LinkTrainer | None = None
     stage: Stage | None = None
     updates: int = 0
@@ -75,6 +77,9 @@ class LinkTraining:
             links = {name: self.links.by_name[name] for name in names}
             self.trainer = LinkTrainer(links, self.recipe.optim, self._steps_of(stage))
             self.stage = stage
+            # Frozen from here on: what their states depend on. They are rounded by who thought together, so the
+            # deterministic mode computes them anew, lest a resumed run differ in the last bit.
+            self.reuse = None if self.recipe.engine.deterministic else Reuse.begin()
         return self.trainer
 
     def measured(self, step: int, found: HeldOut) -> None:
