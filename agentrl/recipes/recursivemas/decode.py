@@ -1,6 +1,7 @@
 """The only text of a run: what the decoder samples from its last prompt, latents in their slots.
 
-Through the hf engine on the model that also thought, so nothing is loaded twice.
+Through the hf engine on the model that also thought, so nothing is loaded twice. Where the recipe gives the decoder
+tools, it calls them here and only here (see `tool_loop`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Literal
 from agentrl.config.schema import EngineConfig, SamplingConfig
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded
+from agentrl.recipes.recursivemas.tool_loop import Said, ToolLoop
+from agentrl.recipes.session import chosen, make_tools
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf import HFEngine
 from agentrl.types import Action, Key, Prompt, Request, Sampling, Task
@@ -33,7 +36,13 @@ class Decoder:
         self._sampling = sampling_of(recipe.decoder.sampling)
         self._rounds = recipe.recursivemas.rounds
         self._engine, self._gate = engine, gate
-        self._format = loaded.system.agents[self._graph.decoder].chat.format
+        agent = loaded.system.agents[self._graph.decoder]
+        self._format = agent.chat.format
+        self._loop: ToolLoop | None = None
+        if recipe.decoder.tools:
+            tools = chosen(make_tools(recipe), recipe.decoder.tools)
+            window = min(agent.backbone.window, recipe.engine.max_model_len or agent.backbone.window)
+            self._loop = ToolLoop(tools, recipe.recursivemas.tool_loop, self._format, window)
 
     @property
     def computed(self) -> int:
@@ -46,19 +55,21 @@ class Decoder:
         short._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
         return short
 
-    async def answer(self, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, g: int = 0) -> list[Action]:
-        """One completion per task. Raises `PromptTooLongError` for a prompt that fills the window."""
+    async def answer(self, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, g: int = 0) -> list[Said]:
+        """One answer per task. Raises `PromptTooLongError` for a prompt that fills the window."""
         name = self._graph.decoder
         place = self._graph.agents.index(name)
         requests = [
             Request(self._policy, prompt, self._sampling, Key(phase, 0, task.id, g, self._rounds, place))
             for task, prompt in zip(tasks, prompts, strict=True)
         ]
-        done = await self._gate.gather(*(self._engine.generate(request) for request in requests))
-        return [
-            Action(name, request, completion, self._format.decode_completion(completion.ids))
-            for request, completion in zip(requests, done, strict=True)
-        ]
+        return await self._gate.gather(*(self._answer(name, request) for request in requests))
+
+    async def _answer(self, name: str, request: Request) -> Said:
+        if self._loop is not None:
+            return await self._loop.answer(self._engine.generate, name, request)
+        completion = await self._engine.generate(request)
+        return Said((Action(name, request, completion, self._format.decode_completion(completion.ids)),))
 
 
 @asynccontextmanager

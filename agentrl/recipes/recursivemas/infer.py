@@ -24,6 +24,7 @@ from agentrl.recipes.recursivemas.link_folders import refuse_untrained
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.text_team import TextStage
+from agentrl.recipes.recursivemas.tool_loop import Said, counts_of_calls
 from agentrl.recipes.registry import Progress, VerbOptions
 from agentrl.recipes.session import open_run
 from agentrl.run import Run
@@ -38,7 +39,7 @@ class Answered:
     `written` of text), the seconds of both parts, and the positions that all decodes computed together."""
 
     tasks: tuple[Task, ...]
-    decodes: tuple[tuple[Action, ...], ...]
+    decodes: tuple[tuple[Said, ...], ...]
     stages: tuple[Stage, ...]
     thinking_s: float
     decoding_s: float
@@ -48,8 +49,8 @@ class Answered:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The first answer to each question."""
-        return self.decodes[0]
+        """The beginning of the first answer to each question, from the last prompt of the recursion."""
+        return tuple(said.actions[0] for said in self.decodes[0])
 
 
 async def answer_batch(
@@ -78,7 +79,7 @@ async def answer_batch(
 
 async def decode_all(
     decoder: Decoder, tasks: Sequence[Task], prompts: Sequence[Prompt], phase: str, decodes: int
-) -> tuple[tuple[tuple[Action, ...], ...], float, int]:
+) -> tuple[tuple[tuple[Said, ...], ...], float, int]:
     """`decodes` answers from each prompt, the seconds that they took, and the positions computed for them."""
     start, before = time.perf_counter(), decoder.computed
     said = tuple([tuple(await decoder.answer(tasks, prompts, phase, g)) for g in range(decodes)])
@@ -203,39 +204,46 @@ def trajectories(recipe: RecursiveRecipe, batch: Answered) -> list[ScoredTraject
 
 def _trajectory(recipe: RecursiveRecipe, batch: Answered, row: int, g: int) -> Trajectory:
     graph, rounds = recipe.recursivemas.graph, recipe.recursivemas.rounds
-    task, action = batch.tasks[row], batch.decodes[g][row]
-    ended = action.completion.finish_reason == "stop"
+    task, said = batch.tasks[row], batch.decodes[g][row]
+    ended = said.ended
     stages, written = (batch.stages, batch.written) if g == 0 else ((), ())
-    counts = counts_of(stages, row, action)
+    counts = counts_of(stages, row, said)
     if written:
         counts = _with_messages(counts, written, row, batch.cut[row])
+    if recipe.decoder.tools:
+        counts |= counts_of_calls([said])
     turns = [Turn(s.actions[row], None, s.round, graph.agents.index(s.agent)) for s in written]
+    replies = (*said.replies, None)
+    place, kind = graph.agents.index(graph.decoder), recipe.recursivemas.answer
+    turns += [Turn(a, replies[call], rounds, place, call) for call, a in enumerate(said.actions)]
     return Trajectory(
         id=f"{task.id}/{g}",
         task=task,
         g=g,
-        turns=(*turns, Turn(action, None, rounds, graph.agents.index(graph.decoder))),
-        answer=answer_of(recipe.recursivemas.answer, action.text),
+        turns=tuple(turns),
+        # A short answer is what was written last; any other says itself where it stands.
+        answer=answer_of(kind, said.actions[-1].text if kind == "short" else said.text),
         status="ok" if ended else "truncated",
-        status_reason=None if ended else f"the answer was cut at {len(action.completion.ids)} tokens",
+        status_reason=None if ended else f"the answer was cut at {said.num_tokens} tokens",
         counts=counts,
     )
 
 
-def counts_of(stages: Sequence[Stage], row: int, action: Action) -> dict[str, float]:
+def counts_of(stages: Sequence[Stage], row: int, said: Said) -> dict[str, float]:
     """What one question cost, kept apart: sampled text tokens, latent steps, positions that went through a model
     (thinking and decoding; padding not counted), and prompt positions that a round took over from the one before. A
     rollout of no step (m = 0) reads nothing and counts for nothing."""
-    text, prompt = len(action.completion.ids), len(action.request.prompt)
+    prompt = len(said.actions[0].request.prompt)
     worked = [s for s in stages if s.actions[row].steps]
     return {
-        "text_tokens": text,
+        "text_tokens": said.num_tokens,
         "latent_steps": sum(s.actions[row].steps for s in worked),
         "rollouts": len(worked),
         "prompt_positions": sum(s.prompt_positions[row] for s in worked) + prompt,
         "reused_positions": sum(s.reused[row] for s in worked),
-        # The last sampled token is not fed back.
-        "positions": sum(s.actions[row].positions for s in worked) + prompt + text - 1,
+        # The last sampled token is not fed back. After a tool's result everything before it is read again.
+        "positions": sum(s.actions[row].positions for s in worked)
+        + sum(len(a.request.prompt) + len(a.completion.ids) - 1 for a in said.actions),
     }
 
 
@@ -266,11 +274,13 @@ def _rows(
 
 def _answer(scored: ScoredTrajectory, stages: Sequence[Stage], row: int) -> dict[str, Any]:
     trajectory = scored.trajectory
+    seen = [turn.observation for turn in trajectory.turns if turn.observation is not None]
     return {
         "id": trajectory.task.id,
         "question": trajectory.task.question,
         "answer": trajectory.answer,
-        "text": trajectory.turns[0].action.text,
+        "text": "".join(turn.action.text for turn in trajectory.turns),
+        "calls": [{"tool": o.tool, "error": o.error, "result": o.text} for o in seen],
         "status": trajectory.status,
         "status_reason": trajectory.status_reason,
         "counts": dict(trajectory.counts),

@@ -282,17 +282,14 @@ def _graded_as(recipe, tasks, texts) -> Measured:
     """What the decoder is taken to have written, read and graded by the real parts."""
     from agentrl.recipes.recursivemas.held_out import grade
     from agentrl.recipes.recursivemas.infer import Answered, trajectories
+    from agentrl.recipes.recursivemas.tool_loop import Said
     from agentrl.recipes.rewards import open_reward
     from agentrl.types import Action, Completion, Key, Prompt, Request, Sampling
 
     completion = Completion((1,), (0.0,), (False,), (False,), "stop", 0)
-    actions = tuple(
-        Action(
-            "solver", Request("p", Prompt.of([1]), Sampling(), Key("eval", 0, t.id, 0, 1, 2)), completion, texts[t.id]
-        )
-        for t in tasks
-    )
-    batch = Answered(tuple(tasks), (actions,), (), 0.0, 0.0, 0)
+    asked = {t.id: Request("p", Prompt.of([1]), Sampling(), Key("eval", 0, t.id, 0, 1, 2)) for t in tasks}
+    said = tuple(Said((Action("solver", asked[t.id], completion, texts[t.id]),)) for t in tasks)
+    batch = Answered(tuple(tasks), (said,), (), 0.0, 0.0, 0)
 
     async def run():
         async with open_reward(recipe.grader) as reward:

@@ -93,7 +93,7 @@ def test_t26_counts_match_hand_counts(recipe, make_system):
         assert counts["reused_positions"] == sum(s.reused[row] for s in out.stages) > 0
         # every stage: its prompt less what it reused, and m - 1 fed back; the decode: its prompt and 5 of 6 tokens
         assert counts["positions"] == prompts - counts["reused_positions"] + 5 * 3 + length + 5
-        assert counts == counts_of(out.stages, row, action)
+        assert counts == counts_of(out.stages, row, out.decodes[0][row])
         assert scored.trajectory.status == "truncated"
 
 
