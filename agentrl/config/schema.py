@@ -262,8 +262,15 @@ class CoachConfig(ScorerConfig):
     rules: str | None = Field(None, description="rules: evidence, artifacts, or module:function of your own")
     value: float | None = Field(None, ge=0, le=10, description="constant: the score of every action")
     template: str | None = Field(None, description="endpoint and local: the user's turn, with {{name}} variables")
+    reply: Literal["analysis", "score"] = Field(
+        "analysis", description="endpoint and local: an analysis before the score, or the score alone"
+    )
     max_chars: int = Field(8_000, ge=200, description="longest quoted text; a longer one is cut in its middle")
     ground_truth: tuple[str, ...] = Field((), description="agents whose coach sees the reference; none is agnostic")
+    stratum: str | None = Field(None, description="key of a task's info that names its kind, for `offsets`")
+    offsets: dict[str, float] = Field(
+        default_factory=dict, description="kind of task -> what is added to its scores, as coach-eval advises"
+    )
 
     @model_validator(mode="after")
     def _no_silent_options(self) -> CoachConfig:
@@ -278,8 +285,11 @@ class CoachConfig(ScorerConfig):
                 raise ValueError(f"{key}: {wrong} with kind: {self.kind}")
         if self.api_key_env is not None and self.kind != "endpoint":
             raise ValueError(f"api_key_env: has no effect with kind: {self.kind}")
-        if self.template is not None and self.kind not in ("endpoint", "local"):
-            raise ValueError(f"template: has no effect with kind: {self.kind}")
+        for key in ("template", "reply"):
+            if self.turned(key) and self.kind not in ("endpoint", "local"):
+                raise ValueError(f"{key}: has no effect with kind: {self.kind}")
+        if (self.stratum is None) == bool(self.offsets):
+            raise ValueError("stratum: goes with offsets; set both, or neither")
         return self
 
 
@@ -397,6 +407,9 @@ class BaseRecipe(Section):
 
     group_relative: ClassVar[bool] = True
     """Advantages compare the rollouts of one question, so a group needs at least two."""
+
+    trains_models: ClassVar[bool] = True
+    """Policies of mode full and lora are trained. A method that trains something else on frozen models has each once."""
     refuses_leaks: ClassVar[bool] = False
     """A held-out problem among the training ones ends a run, instead of being warned of."""
 
@@ -455,6 +468,11 @@ class BaseRecipe(Section):
     def questions_per_step(self) -> tuple[str, int]:
         """How many questions a training step takes, behind the key that says so."""
         return "rollout.questions_per_step", self.rollout.questions_per_step
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training asks a frozen copy of where each policy began."""
+        return self.algorithm.kl_coef > 0
 
     @property
     def policy_models(self) -> dict[str, ModelConfig]:

@@ -23,11 +23,12 @@ from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.mappa.workflow import Acted
 from agentrl.recipes.plugins import named_function
 from agentrl.rollout.gate import Gate
+from agentrl.scoring.calibration import calibrated
 from agentrl.scoring.coach import LLMCoach, make_coach
 from agentrl.scoring.ledger import FileLedger
 from agentrl.scoring.quoting import cut_middle
 from agentrl.scoring.views import view_of
-from agentrl.types import Score, Trajectory
+from agentrl.types import Score, Task, Trajectory
 
 AFTERWARDS = "afterwards"
 _AFTER_CHARS = 600
@@ -78,7 +79,7 @@ class Coaching:
         view = self.view(acted)
         name, place = acted.trajectory_id, acted.turn.order
         self._acted.setdefault(name, {})[place] = acted
-        self._running.setdefault(name, {})[place] = asyncio.create_task(self._score(view))
+        self._running.setdefault(name, {})[place] = asyncio.create_task(self._score(view, acted.task))
 
     async def scores(self, trajectory: Trajectory) -> tuple[Score | None, ...]:
         """One score per turn of a trajectory that has ended, a failed one's completed actions included."""
@@ -90,7 +91,8 @@ class Coaching:
             return tuple(first.get(place) for place in order)
         known = [place for place in order if place in acted]
         views = [self._hindsight(acted[place], [acted[p] for p in known], trajectory) for place in known]
-        again = dict(zip(known, await asyncio.gather(*map(self._score, views)), strict=True))
+        scoring = (self._score(view, trajectory.task) for view in views)
+        again = dict(zip(known, await asyncio.gather(*scoring), strict=True))
         return tuple(_final(first[place], again[place]) if place in again else None for place in order)
 
     def view(self, acted: Acted, ledger: Mapping[str, Any] | None = None) -> CoachView:
@@ -118,8 +120,10 @@ class Coaching:
         if isinstance(self._coach, LLMCoach):
             await self._coach.close()
 
-    async def _score(self, view: CoachView) -> Score:
-        return await self._coach.score(view)
+    async def _score(self, view: CoachView, task: Task) -> Score:
+        config = self._recipe.coach
+        score = await self._coach.score(view)
+        return score if config.stratum is None else calibrated(score, config.offsets, task.info.get(config.stratum))
 
     def _hindsight(self, one: Acted, everything: Sequence[Acted], trajectory: Trajectory) -> CoachView:
         agent = one.turn.action.agent

@@ -198,7 +198,7 @@ def test_x03_a_model_of_this_machine_may_be_the_coach(roll, lab, tiny, monkeypat
 
     async def ask() -> Score:
         async with open_coaching(recipe) as coaching:
-            return await coaching._score(view)
+            return await coaching._score(view, lab.QUESTION)
 
     score = asyncio.run(ask())
     assert score.value is None or 0.0 <= score.value <= 10.0
