@@ -94,7 +94,10 @@ def test_orders_replies_sums_and_copies_reach_every_rank_over_loopback(start) ->
     ("order", "error", "message"),
     [
         ("refuse", ConfigError, "the rank's cause\nfix: the rank's fix"),
-        ("break", RunFailedError, "trainer rank 1 of 2 failed: ZeroDivisionError: no luck\nfix: "),
+        pytest.param(
+            *("break", RunFailedError, "trainer rank 1 of 2 failed: ZeroDivisionError: no luck\nfix: "),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_error_of_a_rank_is_the_runs(start, order, error, message) -> None:
@@ -150,6 +153,7 @@ def test_no_worker_is_left_however_the_driver_ends(mode) -> None:
     assert left(pids, 5) == []
 
 
+@pytest.mark.slow
 def test_a_driver_that_waits_for_its_workers_can_be_interrupted() -> None:
     command = [sys.executable, str(HERE / "rank_workers.py"), "meet"]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
