@@ -10,7 +10,7 @@ from agentrl.recipes.collect import total_counts
 from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.mappa.credit import Credit
 from agentrl.types import CreditedSample, MaskReason, Score, ScoredTrajectory, Turn
-from agentrl.update.step import UpdateResult
+from agentrl.update.step import UpdateResult, has_effect
 
 Value = float | None
 _SUMS = ("tokens/trained", "tokens/computed", "mismatch/tokens", "samples/moving", "samples/idle", "steps/skipped")
@@ -24,7 +24,11 @@ def mappa_metrics(
     credit: Credit,
     results: Mapping[str, Sequence[UpdateResult]],
 ) -> dict[str, Value]:
-    """One flat mapping. Names that all methods share are over all policies; `/<policy>` follows those of one."""
+    """One flat mapping. Names that all methods share are over all policies; `/<policy>` follows those of one.
+
+    `tokens/trained`, `tokens/no_advantage` (inside the mask, in samples that could not move the weights) and
+    `tokens/masked/<reason>` add up to `tokens/generated`.
+    """
     by_policy = {name: over_batches(updates) for name, updates in results.items() if updates}
     out = _shared(list(by_policy.values()))
     if len(by_policy) > 1:
@@ -52,6 +56,8 @@ def mappa_metrics(
         for reason in MaskReason
         if reason not in _GIVEN
     }
+    idle = [one.sample for one in credit.credited if not has_effect(one, recipe.algorithm.kl_coef)]
+    out["tokens/no_advantage"] = sum(sample.num_trained for sample in idle)
     return out | coach_metrics(recipe, scored)
 
 

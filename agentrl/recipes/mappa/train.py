@@ -148,15 +148,16 @@ def update_policies(t: Training, credit: Credit, step: int) -> dict[str, list[Up
 def mini_batches(credited: Sequence[CreditedSample], recipe: MappaRecipe, seed: str) -> list[list[CreditedSample]]:
     """Even parts of at most `optim.mini_batch` samples in an order drawn from `seed`; none is left out (M-25).
 
-    Each is an optimiser step, so its weights are means over it alone.
+    Each is an optimiser step, so its weights are means over it alone. Of no samples there is one part, an empty one: it
+    takes no step, and the policy's metrics are there all the same.
     """
     size = recipe.optim.mini_batch or max(1, len(credited))
     order = list(range(len(credited)))
-    num_parts = math.ceil(len(order) / size)
+    num_parts = max(1, math.ceil(len(order) / size))
     if num_parts > 1:
         random.Random(seed).shuffle(order)
     parts = [[credited[i] for i in sorted(order[k::num_parts])] for k in range(num_parts)]
-    return [_reweighted(part, recipe) for part in parts]
+    return [_reweighted(part, recipe) if part else [] for part in parts]
 
 
 def _reweighted(part: Sequence[CreditedSample], recipe: MappaRecipe) -> list[CreditedSample]:

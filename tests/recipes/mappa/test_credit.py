@@ -241,6 +241,27 @@ def test_m16_m17_a_context_is_one_sample_and_only_sampled_tokens_are_trained() -
     assert low < high
 
 
+@pytest.mark.parametrize("junk", [math.nan, -1e9, 7.0])
+def test_m16_values_at_tokens_that_nobody_sampled_change_nothing(junk: float) -> None:
+    made = _samples([_two_turns([4.0, 9.0]), _one("u/0", 1.0, 4)])
+    clean = _with_kl(made.samples)
+
+    def spoiled(one: ScoredSample) -> ScoredSample:
+        mask = one.sample.loss_mask
+        old, reference = (
+            tuple(v if m else junk for v, m in zip(values, mask, strict=True)) for values in (one.old, one.reference)
+        )
+        return ScoredSample(one.sample, old, reference)
+
+    first, second = (
+        assign(scored, made.rewards, DEFAULT, groups=["a"], policies=["a"])
+        for scored in (clean, [spoiled(one) for one in clean])
+    )
+    for a, b in zip(first.credited, second.credited, strict=True):
+        assert (a.advantages, a.weights) == (b.advantages, b.weights)
+    assert first.metrics == second.metrics
+
+
 def test_m05_a_missing_score_masks_its_action_alone_and_enters_nothing() -> None:
     whole = [_two_turns([None, 9.0]), _one("u/0", 2.0, 2)]
     credit = _assign(whole)

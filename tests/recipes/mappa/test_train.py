@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from agentrl.errors import DataError
+from agentrl.errors import DataError, RunFailedError
 from agentrl.recipes import ranks as ranks_module
 from agentrl.recipes.mappa import coaching
 from agentrl.recipes.mappa import train as train_module
@@ -126,7 +127,7 @@ def records(folder: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_m31_two_steps_record_what_the_contract_names_and_every_actions_score(recipe):
+def test_m17_m31_two_steps_record_what_the_contract_names_and_every_actions_score(recipe):
     done = run(recipe(run={"save_prompt_ids": True}))
     for metrics in done.metrics:
         names = {*METRICS, *(f"mappa/{agent}/{key}" for agent in ("first", "second") for key in AGENT_METRICS)}
@@ -143,6 +144,93 @@ def test_m31_two_steps_record_what_the_contract_names_and_every_actions_score(re
         assert lengths == {len(turn["token_ids"])}
         for logprob, old in zip(turn["logprobs"], turn["old_logprobs"], strict=True):
             assert old == pytest.approx(logprob, abs=1e-4)  # M-17
+
+
+def accounted(metrics: dict) -> float:
+    masked = sum(v for key, v in metrics.items() if key.startswith("tokens/masked/"))
+    return metrics["tokens/trained"] + metrics["tokens/no_advantage"] + masked
+
+
+def test_m31_every_sampled_token_is_trained_without_advantage_or_masked(recipe):
+    one_agent = {"kl_coef": 0.0, "mask_truncated": False}
+    some = run(recipe("only_second", mappa=one_agent, run={"steps": 1, "save_every": 0}))
+    metrics = some.metrics[0]
+    assert accounted(metrics) == metrics["tokens/generated"]
+    assert metrics["tokens/trained"] > 0
+    first = [t for row in records(some.folder, 1) for t in row["turns"] if t["agent"] == "first"]
+    assert metrics["tokens/no_advantage"] >= sum(sum(turn["loss_mask"]) for turn in first) > 0
+
+
+def test_m31_a_step_whose_actions_are_all_cut_has_its_metrics_all_the_same(recipe):
+    done = run(recipe(mappa={"mask_truncated": True}, run={"steps": 1, "save_every": 0}))
+    metrics = done.metrics[0]
+    assert {t["finish_reason"] for row in records(done.folder, 1) for t in row["turns"]} == {"length"}
+    assert not set(METRICS) - set(metrics)
+    assert (metrics["tokens/trained"], metrics["tokens/no_advantage"], metrics["grad_norm"]) == (0, 0, None)
+    assert metrics["tokens/masked/truncated"] == metrics["tokens/generated"] == accounted(metrics)
+    assert done.summary["policy_version"] == {"one": 0, "two": 0}
+    assert "step 1 trained nothing: tokens: truncated" in done.notes[0]
+
+
+def never(view):
+    raise KeyError("a fault of the rule")
+
+
+def sometimes(view):
+    if len(view.action) % 2:
+        raise KeyError("a fault of the rule")
+    return 4.0 + 6.0 * (len(view.action) % 4 == 0), "even"
+
+
+def test_m05_m31_a_coach_that_grades_nothing_ends_the_run_and_missing_scores_are_counted_and_masked(recipe, plugins):
+    sys.modules[plugins].never, sys.modules[plugins].sometimes = never, sometimes
+    with pytest.raises(RunFailedError, match="coach: every reward of step 1 is missing: coach failed: KeyError") as end:
+        run(recipe("never"))
+    assert "--resume" in end.value.fix
+    done = run(recipe("sometimes", run={"name": "some", "steps": 1}))
+    missing = [t["score"] is None for row in records(done.folder, 1) for t in row["turns"]]
+    assert 0 < sum(missing) < len(missing)
+    assert done.metrics[0]["reward/missing"] == done.metrics[0]["mappa/missing_scores"] == sum(missing)
+    assert any("of the scores are missing" in note for note in done.notes)
+    for turn in (turn for row in records(done.folder, 1) for turn in row["turns"] if turn["score"] is None):
+        assert set(turn["mask_reason"]) == {"reward_missing"}
+        assert set(turn["advantage"]) <= {0.0, None}
+
+
+def test_m19_the_engine_samples_the_next_rollout_from_the_updated_weights(recipe):
+    done = run(recipe(optim={"lr": 3e-2}, run={"steps": 2}))
+    before, after = (
+        {(turn["agent"], turn["policy_version"]) for row in records(done.folder, step) for turn in row["turns"]}
+        for step in (1, 2)
+    )
+    assert before == {("first", 0), ("second", 0)}
+    assert all(version > 0 for _, version in after)
+    pairs = [
+        (old, behaviour)
+        for row in records(done.folder, 2)
+        for turn in row["turns"]
+        for old, behaviour in zip(turn["old_logprobs"], turn["logprobs"], strict=True)
+    ]
+    assert max(abs(old - behaviour) for old, behaviour in pairs) < 1e-5
+    assert abs(done.metrics[1]["kl/ref"]) > 1e-3  # the weights had moved by much more than that
+
+
+def test_m14_one_rollout_per_question_trains(recipe):
+    done = run(recipe(rollout={"questions_per_step": 4, "group_size": 1}, run={"steps": 1}))
+    assert done.summary["policy_version"]["one"] > 0
+    assert len(records(done.folder, 1)) == 4
+
+
+def test_m26_failed_rollouts_are_counted_and_told_with_their_reason(recipe):
+    made = recipe(rollout={"questions_per_step": 2, "group_size": 2}, run={"steps": 1})
+    lines = [{"id": "short", "question": "What?", "answer": "x"}, {"id": "long", "question": "x" * 600, "answer": "x"}]
+    Path(made.data.path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(made)
+    assert done.metrics[0]["mappa/failure_rate"] == 0.5
+    assert (done.metrics[0]["rollouts/ok"], done.metrics[0]["rollouts/failed"]) == (2, 2)
+    failed = [row for row in records(done.folder, 1) if row["status"] == "failed"]
+    assert {row["task_id"] for row in failed} == {"long"}
+    assert all("more than max_prompt_tokens" in row["status_reason"] for row in failed)
 
 
 def test_m18_separate_weights_and_an_agent_that_learns_nothing_keeps_its_bits(recipe):
@@ -172,7 +260,7 @@ def test_m09_one_reference_is_shared_and_stays_as_it_was(recipe, monkeypatch):
         return policies, references
 
     monkeypatch.setattr(ranks_module, "make_policies", watched)
-    run(recipe(run={"steps": 3}))
+    run(recipe(run={"steps": 10, "save_every": 0}))
     references, scorer, before = kept
     assert references["two"] is scorer
     assert all(torch.equal(a, b) for a, b in zip(before, scorer.model.parameters(), strict=True))
@@ -207,17 +295,35 @@ def test_m24_cut_completions_are_left_out_and_counted(recipe):
 
 
 def test_x08_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe):
-    whole = run(recipe(run={"steps": 3, "name": "whole"}))
-    run(recipe(run={"steps": 3, "name": "broken"}))
+    six = {"steps": 6, "save_every": 3}
+    whole = run(recipe(run={**six, "name": "whole"}))
+    run(recipe(run={**six, "name": "broken"}))
     broken = whole.folder.parent / "broken"
-    # As after a kill in step 3: the checkpoint of step 2 is the newest.
-    shutil.rmtree(broken / "checkpoints/step_000003")
+    # As after a kill in step 4: the checkpoint of step 3 is the newest.
+    shutil.rmtree(broken / "checkpoints/step_000006")
     (broken / "checkpoints/latest").unlink()
-    (broken / "checkpoints/latest").symlink_to("step_000002")
-    again = run(recipe(run={"steps": 3, "name": "broken"}), resume=True)
-    assert any("resumed after step 2" in note for note in again.notes)
+    (broken / "checkpoints/latest").symlink_to("step_000003")
+    again = run(recipe(run={**six, "name": "broken"}), resume=True)
+    assert any("resumed after step 3" in note for note in again.notes)
     for policy in ("one", "two"):
         assert weights(again.folder, policy) == weights(whole.folder, policy)
+
+
+def test_m12_m25_x08_ranks_share_scores_and_updates_and_their_number_may_change(recipe):
+    steady = {"optim": {"lr": 1e-5, "mini_batch": 4}}
+    one = run(recipe(run={"steps": 2, "name": "one"}, **steady))
+    run(recipe(run={"steps": 1, "name": "two"}, **steady))
+    two = run(recipe(run={"steps": 2, "name": "two"}, launch={"ranks": 2}, **steady), resume=True)
+    assert two.summary["policy_version"] == one.summary["policy_version"]
+    assert two.metrics[1]["mappa/kl_to_reference"] == pytest.approx(one.metrics[1]["mappa/kl_to_reference"], abs=1e-6)
+    assert two.metrics[1]["mappa/kl_to_reference"] != 0.0
+    for mine, theirs in zip(records(two.folder, 2), records(one.folder, 2), strict=True):
+        for a, b in zip(mine["turns"], theirs["turns"], strict=True):
+            assert a["token_ids"] == b["token_ids"]
+            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-5)
+    for policy in ("one", "two"):
+        a, b = (load_file(d.folder / f"checkpoints/latest/policies/{policy}/model.safetensors") for d in (two, one))
+        assert max(float((a[n] - b[n]).abs().max()) for n in b) < 1e-6
 
 
 def test_m28_evaluation_is_graded_by_rules_k_times_without_a_coach_call(recipe, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 
 import pytest
 
@@ -48,15 +49,15 @@ import hashlib, os
 print(hashlib.sha256(open("data.bin", "rb").read()).hexdigest(), sorted(os.listdir(".")))"""
 
 
-def test_m21_the_next_agent_reads_the_very_bytes_and_nobody_elses(roll, lab, python):
-    done = roll(team(lab), {"maker": block(MAKE), "reader": block(READ)}, [python], group_size=4)
+def test_m21_in_16_rollouts_at_once_the_next_agent_reads_the_very_bytes_and_nobody_elses(roll, lab, python):
+    done = roll(team(lab), {"maker": block(MAKE), "reader": block(READ)}, [python], group_size=16)
     hashes = []
     for one in done.collected.scored:
         made, read = (turn.observation.text.split()[0] for turn in one.trajectory.turns)
         assert made == read
         assert one.trajectory.turns[1].observation.text.count("'") == 2 * len(["data.bin"])
         hashes.append(made)
-    assert len(set(hashes)) == 4
+    assert len(set(hashes)) == 16
     assert "data.bin: saved by maker" in done.prompts("reader")[0]
     reader = done.coach.of("reader")[0]
     assert (reader.ledger["available"], reader.ledger["missing_upstream"]) == ({"data.bin": "maker"}, {})
@@ -88,6 +89,33 @@ def test_m22_a_program_that_never_ends_is_a_timeout_that_agent_and_coach_hear_of
         pytest.skip("no sandbox here")
     assert "stopped after 1 seconds" in done.coach.views[0].feedback
     assert done.only.trajectory.turns[0].observation.error in ("timeout", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("code", "statuses", "words"),
+    [
+        ("x = bytearray(2 << 30); x[::4096] = b'1' * len(x[::4096])", ("memory",), "memory"),
+        ("import socket; socket.create_connection(('10.0.0.1', 80))", ("error",), "PermissionError"),
+        ("import os\nwhile True: os.fork()", ("processes", "cpu", "timeout"), "error: the program"),
+        ("open('big', 'wb').write(bytes(100 << 20))", ("error",), "OSError"),
+        ("for i in range(10**6): open(str(i), 'w').close()", ("files", "error"), "file"),
+    ],
+    ids=["memory", "network", "forks", "disk", "many files"],
+)
+def test_m22_a_program_that_takes_too_much_is_an_observation_for_agent_and_coach(
+    roll, lab, python, code, statuses, words
+):
+    agents = {"maker": {"tools": ("python",), "max_turns": 2}}
+    recipe = lab.recipe(agents, tools={"python": {}})
+    started = time.monotonic()
+    done = roll(recipe, {"maker": [block(code), "I see."]}, [python])
+    assert time.monotonic() - started < python.config.timeout_s + 2
+    seen = done.only.trajectory.turns[0].observation
+    assert seen.error in statuses, seen
+    assert words in seen.text
+    assert done.coach.views[0].feedback == seen.text
+    assert words in done.prompts("maker")[1]
+    assert done.only.trajectory.status == "ok"
 
 
 def test_m21_agents_that_act_at_once_do_not_see_each_others_files_and_the_later_in_the_list_wins(lab):
