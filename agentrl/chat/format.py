@@ -124,6 +124,11 @@ class ChatFormat:
 
     # Ids
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, added ones included, as the tokenizer spells it, and its id."""
+        return self._start.get_vocab(with_added_tokens=True)
+
     def encode_trusted(self, text: str, continues: bool = False) -> tuple[int, ...]:
         """Ids of template text, added tokens included, nothing added around them.
 

@@ -30,6 +30,7 @@ from agentrl.recipes.recursivemas.styles import INSTRUCTIONS, STYLES, SYSTEM
 StyleName = Literal["sequential_light", "sequential_scaled", "mixture", "distillation", "deliberation", "custom"]
 LinkForm = Literal["ln_res", "ln", "paper", "two_layer_res", "two_layer", "one_layer_res", "one_layer"]
 OuterForm = Literal["rollout", "first_step", "teacher_forced"]
+Start = Literal["random", "matched", "aligned"]
 Stage = Literal["inner", "outer"]
 Control = Literal["single", "text", "none", "zero", "shuffled"]
 CONTROLS: tuple[Control, ...] = ("single", "text", "none", "zero", "shuffled")
@@ -76,6 +77,11 @@ class TrainConfig(Section):
         "states at known texts",
     )
     inner_too: bool = Field(False, description="outer: the inner links take the answer's gradient as well")
+    start: Start = Field(
+        "random",
+        description="new links: all weights random, as released; matched: outputs begin with the mean length of token "
+        "embeddings; aligned: outer links also begin by passing a token's embedding on (ridge regression)",
+    )
     batch: int = Field(4, ge=1, description="questions per optimiser step")
     micro_batch: int | None = Field(
         None, ge=1, description="questions that go through the models together; gradients add up to the batch's"
@@ -92,9 +98,7 @@ class TrainConfig(Section):
     )
     template: str = Field("{answer}", description="the text that the decoder learns to write, around the answer")
     max_text_tokens: int = Field(2048, ge=1, description="a longer known text is cut")
-    leak_probe: bool = Field(
-        False, description="train on answers drawn at random: a held-out loss below their entropy is a leak"
-    )
+    leak_probe: bool = Field(False, description="train on answers drawn at random, which only a leak can tell")
 
     @model_validator(mode="after")
     def _no_silent_options(self) -> TrainConfig:
@@ -311,6 +315,7 @@ class RecursiveRecipe(BaseRecipe):
     """A RecursiveMAS recipe. Models are frozen; agents that name one policy share one loaded model."""
 
     group_relative: ClassVar[bool] = False
+    trains_models: ClassVar[bool] = False
     text_budgets: ClassVar[bool] = False
 
     method: Literal["recursivemas"]

@@ -40,17 +40,17 @@ def inner_loss(
     prompts: Sequence[Prompt],
     texts: Sequence[Ids],
     mse_weight: float = 0.0,
-    leads: LeadMemory | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
     """Equation 5: the mean over text tokens of 1 - cos(link(h_t), Emb(y_{t+1})), plus `mse_weight` times the MSE.
 
     h_t are the frozen model's states (after the final norm) when it reads the prompt and the text, teacher-forced;
-    only positions whose next token belongs to the text count.
+    only positions whose next token belongs to the text count. With `reuse` a prompt and text are read once per run.
     """
+    states_ND, ids_N = (reuse or Reuse()).read(backbone, prompts, texts)
     with torch.no_grad():
-        states = text_states(backbone, prompts, texts, leads=leads)
-        target_ND = backbone.embeddings(states.ids_BT[states.mask_BT]).float()
-    predicted_ND = link(states.before_BTD[states.mask_BT]).float()
+        target_ND = backbone.embeddings(ids_N).float()
+    predicted_ND = link(states_ND).float()
     loss = (1.0 - nn.functional.cosine_similarity(predicted_ND, target_ND, dim=-1)).mean()
     if mse_weight:
         loss = loss + mse_weight * nn.functional.mse_loss(predicted_ND, target_ND)
@@ -89,18 +89,34 @@ class RoundGradients:
 
 @dataclass(slots=True)
 class Reuse:
-    """What stays the same while only outer links are trained: the text before each prompt's first block, and the
-    states of an agent whose prompt holds no block at all (the first one in round 1), which are thought once.
+    """What training links cannot change, kept over a run: the text before each prompt's first block; the states at
+    known text after prompts without blocks (stage 1); and, with frozen inner links, the states of an agent whose
+    prompt holds no block (the first one in round 1), which are thought once.
 
-    For one run with frozen inner links; states are kept in the model's dtype, m vectors per question.
+    States are kept in the model's dtype, m vectors per question and one per text token.
     """
 
     leads: LeadMemory | None = None
     states: dict[tuple[str, int, tuple[int, ...]], Tensor] | None = None
+    texts: dict[tuple[Backbone, tuple[int, ...], tuple[int, ...]], Tensor] | None = None
 
     @classmethod
     def begin(cls) -> Reuse:
-        return cls(LeadMemory(), {})
+        return cls(LeadMemory(), {}, {})
+
+    @torch.no_grad()
+    def read(self, backbone: Backbone, prompts: Sequence[Prompt], texts: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """The state before every text token (N, D), row after row, and the tokens (N,)."""
+        known = {} if self.texts is None else self.texts
+        keys = [(backbone, prompt.ids, tuple(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        new = {key: row for row, key in enumerate(keys) if key not in known}
+        if new:
+            rows = list(new.values())
+            states = text_states(backbone, [prompts[r] for r in rows], [texts[r] for r in rows], leads=self.leads)
+            for key, before_TD, mask_T in zip(new, states.before_BTD, states.mask_BT, strict=True):
+                known[key] = before_TD[mask_T].clone()
+        ids_N = torch.tensor([i for text in texts for i in text], device=backbone.device)
+        return torch.cat([known[key] for key in keys]), ids_N
 
     def rollout(self, agent: Agent, prompts: Sequence[Prompt], steps: int) -> Rollout:
         """Without gradients, and only for prompts that were not thought about before."""
@@ -153,6 +169,7 @@ def outer_loss(
     gradients: RoundGradients | None = None,
     reuse: Reuse | None = None,
     checkpointed: bool = True,
+    scored: Sequence[Ids] | None = None,
 ) -> OuterLoss:
     """Equation 6: cross-entropy on the answers' tokens after all rounds, with the graph kept across rounds.
 
@@ -160,7 +177,9 @@ def outer_loss(
     `round_weights` weigh the answer's loss from the decoder's prompt in each round; by default only the last counts.
     `reuse` keeps over a whole run what no trained link can change. `checkpointed` keeps only each forward's inputs
     until the backward pass, which computes it again: less memory for a third more time. Neither changes the gradient.
+    `scored` are the answers that the loss is taken on, where they are not those that are read (leak probe).
     """
+    asked_for = answers if scored is None else scored
     weights = [0.0] * (config.rounds - 1) + [1.0] if round_weights is None else list(round_weights)
     assert len(weights) == config.rounds, f"{len(weights)} round weights for {config.rounds} rounds"
     decoder = system.graph.decoder
@@ -189,12 +208,12 @@ def outer_loss(
             by_round.append(None)
             continue
         states = text_states(
-            backbone, prompts, answers, checkpointed=checkpointed, leads=None if reuse is None else reuse.leads
+            backbone, prompts, asked_for, checkpointed=checkpointed, leads=None if reuse is None else reuse.leads
         )
         loss = text_loss(text_logprobs(backbone, states), states)
         by_round.append(loss)
         total = total + weight * loss
-        read += sum(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+        read += sum(len(p) + len(a) for p, a in zip(prompts, asked_for, strict=True))
     return OuterLoss(total, tuple(by_round), out.stages, read)
 
 

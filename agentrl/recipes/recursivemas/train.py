@@ -30,6 +30,7 @@ from agentrl.recipes.recursivemas.held_out import (
 from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
+from agentrl.recipes.recursivemas.starts import start_links
 from agentrl.recipes.recursivemas.texts import read_texts, with_random_answers
 from agentrl.recipes.recursivemas.training import (
     LinkTraining,
@@ -110,7 +111,7 @@ class Done:
 def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     """Equation 5 for every agent: its link maps states at its known text to the next token's embedding."""
     system, train = t.loaded.system, t.recipe.recursivemas.train
-    done, leads = Done(), None if t.reuse is None else t.reuse.leads
+    done = Done()
     for name, agent in system.agents.items():
         total = sum(map(len, t.texts.of(name, tasks)))
         norms: list[float] = []
@@ -118,7 +119,7 @@ def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
         for batch in _micro(t, tasks):
             prompts, texts = inner_prompts(system, t.recipe, name, batch), t.texts.of(name, batch)
             tokens = sum(map(len, texts))
-            mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, leads)
+            mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, t.reuse)
             loss = mean_loss * (tokens / total)
             loss.backward()
             done.losses[name] = done.losses.get(name, 0.0) + loss.item()
@@ -271,6 +272,8 @@ async def run_steps(t: LinkTraining, interrupt: Interrupt) -> dict[str, Any]:
     if done is not None:
         return done
     t.options.progress.begin(run.steps, first)
+    if first == 1:
+        start_links(t.links, t.loaded.system, t.recipe.recursivemas.train.start)
     if first == 1 and 0 not in t.evals:
         await evaluate_held_out(t, 0)
     for step in range(first, run.steps + 1):

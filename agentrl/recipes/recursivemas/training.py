@@ -29,7 +29,7 @@ from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer
 from agentrl.recipes.recursivemas.links import Links, save_links
 from agentrl.recipes.recursivemas.losses import Reuse
 from agentrl.recipes.recursivemas.setup import Loaded
-from agentrl.recipes.recursivemas.texts import Texts, entropy_floor
+from agentrl.recipes.recursivemas.texts import Texts
 from agentrl.recipes.registry import VerbOptions
 from agentrl.run import Run
 from agentrl.types import Task
@@ -188,6 +188,7 @@ def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
     """What link files say about their training."""
     config = recipe.recursivemas
     how: dict[str, Any] = {"stage": stage, "steps": step, "seed": recipe.run.seed}
+    how |= {} if config.train.start == "random" else {"start": config.train.start}
     if stage == "outer":
         how |= {"form": config.train.form, "rounds": config.rounds, "latent_steps": config.latent_steps}
         how |= {"leak_probe": True} if config.train.leak_probe else {}
@@ -212,6 +213,7 @@ def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
         "rounds": t.recipe.recursivemas.rounds,
         "latent_steps": t.recipe.recursivemas.latent_steps,
         "stage": train.stage,
+        "start": train.start,
         **({} if train.stage == "inner" else {"form": train.form}),
         **({} if train.stage == "outer" else {"inner": {"trained_on": INNER_NOTE, "texts": dict(t.texts.sources)}}),
         "texts_cut": t.texts.num_cut + t.held_out_texts.num_cut,
@@ -252,14 +254,13 @@ def _measured(t: LinkTraining, step: int) -> dict[str, Any]:
 
 
 def _leak(t: LinkTraining, step: int) -> dict[str, Any]:
-    """What the leak probe found: below the answers' entropy, the form of training tells the answer to itself."""
-    if not t.recipe.recursivemas.train.leak_probe or "as_trained" not in t.losses.get(step, {}):
+    """What the leak probe found: after training, is a question's own random answer likelier than another's?"""
+    told = t.losses.get(step, {})
+    if "gap" not in told:
         return {}
-    floor = entropy_floor(t.tasks, t.held_out_texts.answers_of(t.held_out))
-    after = t.losses[step]["as_trained"]
-    return {
-        "leak_probe": {"form": t.recipe.recursivemas.train.form, "floor": floor, "loss": after, "leaks": after < floor}
-    }
+    form = t.recipe.recursivemas.train.form
+    keys = ("as_trained", "other", "gap", "gap_low", "gap_high")
+    return {"leak_probe": {"form": form, **{key: told[key] for key in keys}, "leaks": told["gap_low"] > 0.0}}
 
 
 def finished(t: LinkTraining, first: int) -> dict[str, Any] | None:

@@ -65,6 +65,26 @@ def test_t18_prompt_tokens_and_padding_are_no_targets(make_system):
     torch.testing.assert_close(seen[0][5:], out.last_hidden_state[0, 1:3], atol=1e-4, rtol=1e-4)
 
 
+def test_t18_known_texts_are_read_once_per_run_with_the_same_loss(make_system):
+    _, loaded = make_system()
+    agent, reuse = loaded.system.agents["critic"], Reuse.begin()
+    plain = inner_loss(agent.backbone, agent.inner, PROMPTS, TEXTS)
+    rows = []
+    hook = agent.backbone.decoder.register_forward_pre_hook(
+        lambda _m, _a, kw: rows.append(len(kw["inputs_embeds"])), with_kwargs=True
+    )
+    some = inner_loss(agent.backbone, agent.inner, PROMPTS[:1], TEXTS[:1], reuse=reuse)
+    both = inner_loss(agent.backbone, agent.inner, PROMPTS, TEXTS, reuse=reuse)
+    assert rows[-1] == 1  # the second question alone
+    read = len(rows)
+    again = inner_loss(agent.backbone, agent.inner, PROMPTS[::-1], TEXTS[::-1], reuse=reuse)
+    hook.remove()
+    assert len(rows) == read
+    torch.testing.assert_close(both, plain, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-6)
+    assert some.item() != pytest.approx(plain.item(), rel=1e-3)
+
+
 def test_t18_the_inner_loss_falls_by_a_third_in_200_steps(make_system):
     _, loaded = make_system()
     backbone = loaded.system.agents["solver"].backbone
