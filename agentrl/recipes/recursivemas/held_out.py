@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from agentrl.errors import DataError
+from agentrl.grading.interval import paired_rise
 from agentrl.protocols import Reward
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
@@ -18,9 +19,9 @@ from agentrl.recipes.recursivemas.losses import inner_loss, outer_loss
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
 from agentrl.recipes.recursivemas.recursion import System, too_long
 from agentrl.recipes.recursivemas.setup import Loaded
-from agentrl.recipes.recursivemas.texts import Texts
+from agentrl.recipes.recursivemas.texts import Ids, Texts
 from agentrl.recipes.registry import Progress
-from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
+from agentrl.rollout.latent_answer import text_logprobs, text_states
 from agentrl.run import Run
 from agentrl.types import Prompt, Score, ScoredTrajectory, Task
 
@@ -30,8 +31,8 @@ _LONGEST = 32  # questions whose ids are counted before a run
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """`items`: each task's score (1.0 right; stage inner: mean cosine of its agents' links), None where it is missing.
-    `losses`: mean cross-entropy of the answers' tokens, `as_used` after the recursion as it is used and, for the leak
-    probe, `as_trained` in the form of training."""
+    `losses`: mean cross-entropy of the answers' tokens, `as_used` after the recursion as it is used; for the leak probe
+    see `probe_losses`."""
 
     items: Mapping[str, float | None]
     losses: Mapping[str, float]
@@ -67,40 +68,66 @@ async def answered_held_out(
     run.write_file(f"evals/step_{step:06d}.jsonl", "".join(line + "\n" for line in lines))
     losses = {"as_used": used_loss(loaded.system, batches, texts)}
     if recipe.recursivemas.train.leak_probe:
-        losses["as_trained"] = trained_loss(recipe, loaded.system, tasks, texts)
+        losses |= probe_losses(recipe, loaded.system, batches, texts)
     return HeldOut({one.trajectory.task.id: one.outcome.value for one in scored}, losses)
 
 
-@torch.no_grad()
 def used_loss(system: System, batches: Sequence[Answered], texts: Texts) -> float:
     """Mean cross-entropy per answer token after the prompts that the decoder answered from."""
-    backbone = system.agents[system.graph.decoder].backbone
-    total = tokens = 0.0
-    for batch in batches:
-        answers = texts.answers_of(batch.tasks)
-        states = text_states(backbone, [action.request.prompt for action in batch.actions], answers)
-        number = sum(map(len, answers))
-        total += float(text_loss(text_logprobs(backbone, states), states)) * number
-        tokens += number
-    return total / tokens
+    tasks = [task for batch in batches for task in batch.tasks]
+    return _per_token(used_nats(system, batches, texts.answers_of(tasks)), texts.answers_of(tasks))
 
 
 @torch.no_grad()
-def trained_loss(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], texts: Texts) -> float:
-    """The same in the form that the links are trained in, known texts included."""
-    config = recipe.recursivemas
-    size = 1 if config.train.form == "teacher_forced" else config.max_batch
-    total = tokens = 0.0
-    for at in range(0, len(tasks), size):
-        batch = tasks[at : at + size]
-        known = {agent: texts.of(agent, batch) for agent in system.graph.agents}
-        answers = texts.answers_of(batch)
-        last = outer_loss(system, config, batch, answers, form=config.train.form, texts=known).by_round[-1]
-        assert last is not None
-        number = sum(map(len, answers))
-        total += float(last) * number
-        tokens += number
-    return total / tokens
+def used_nats(system: System, batches: Sequence[Answered], answers: Sequence[Ids]) -> list[float]:
+    """The cross-entropy of one answer per question, summed over its tokens, in the order of the batches' questions."""
+    backbone = system.agents[system.graph.decoder].backbone
+    nats: list[float] = []
+    for batch in batches:
+        prompts = [action.request.prompt for action in batch.actions]
+        states = text_states(backbone, prompts, answers[len(nats) : len(nats) + len(prompts)])
+        nats += (-text_logprobs(backbone, states).sum(dim=-1)).tolist()
+    return nats
+
+
+@torch.no_grad()
+def probe_losses(
+    recipe: RecursiveRecipe, system: System, batches: Sequence[Answered], texts: Texts
+) -> dict[str, float]:
+    """The leak probe (T19): answers are drawn at random, so nothing but a leak can tell a question's own answer from
+    another's. In the form of training: `as_trained` on its own answer, `other` on the next question's, and the paired
+    95% interval of the difference per token (`gap`, `gap_low`, `gap_high`)."""
+    tasks = [task for batch in batches for task in batch.tasks]
+    own = texts.answers_of(tasks)
+    other = [*own[1:], own[0]]
+    if recipe.recursivemas.train.form == "teacher_forced":
+        found = [_read_nats(recipe, system, tasks, texts, scored) for scored in (own, other)]
+    else:
+        found = [used_nats(system, batches, scored) for scored in (own, other)]
+    per_token = [
+        {task.id: n / len(ids) for task, n, ids in zip(tasks, nats, scored, strict=True)}
+        for nats, scored in zip(found, (own, other), strict=True)
+    ]
+    gap = paired_rise(per_token[0], per_token[1])
+    told = {"gap": gap["value"], "gap_low": gap["low"], "gap_high": gap["high"]}
+    return {"as_trained": _per_token(found[0], own), "other": _per_token(found[1], other), **told}
+
+
+def _read_nats(
+    recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], texts: Texts, scored: Sequence[Ids]
+) -> list[float]:
+    """The same after a recursion in which every agent reads its known text, one question at a time."""
+    nats = []
+    for task, answer in zip(tasks, scored, strict=True):
+        known = {agent: texts.of(agent, [task]) for agent in system.graph.agents}
+        read = texts.answers_of([task])
+        out = outer_loss(system, recipe.recursivemas, [task], read, form="teacher_forced", texts=known, scored=[answer])
+        nats.append(float(out.loss) * len(answer))
+    return nats
+
+
+def _per_token(nats: Sequence[float], answers: Sequence[Ids]) -> float:
+    return sum(nats) / sum(map(len, answers))
 
 
 @torch.no_grad()

@@ -8,9 +8,7 @@ Source: "Recursive Multi-Agent Systems", arXiv 2604.25917, and its released code
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -114,11 +112,3 @@ def with_random_answers(tasks: Sequence[Task], pool: Sequence[Task], seed: str) 
     """The same tasks, each with an answer drawn from those of `pool`: nothing in a question tells it any more."""
     rng = random.Random(seed)
     return [replace(task, references=(rng.choice(pool).references[0],)) for task in tasks]
-
-
-def entropy_floor(pool: Sequence[Task], answers: Sequence[Ids]) -> float:
-    """The cross-entropy per token that no model can go below on average when each of `answers` was drawn from `pool`
-    (nats): the entropy of the pool's answers over the mean number of tokens."""
-    counts = Counter(task.references[0] for task in pool)
-    entropy = -sum(n / len(pool) * math.log(n / len(pool)) for n in counts.values())
-    return entropy * len(answers) / sum(map(len, answers))

@@ -1,0 +1,350 @@
+"""Training links through the command line: what it writes, what it leaves alone, and what it learns."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from agentrl.recipes.recursivemas.link_folders import links_folder
+from agentrl.recipes.recursivemas.texts import with_random_answers
+from agentrl.recipes.registry import VerbOptions, load_recipe, verb
+from agentrl.types import Task
+
+RING = """\
+method: recursivemas
+policies:
+  planner: {name: tiny-gemma3, mode: frozen, dtype: float32}
+  critic: {name: tiny-llama-h96, mode: frozen, dtype: float32}
+  solver: {name: tiny-qwen3, mode: frozen, dtype: float32}
+engine: {kind: hf, deterministic: true}
+data: {path: train.jsonl, eval: {path: held.jsonl}}
+recursivemas:
+  style: sequential_light
+  answer: short
+  rounds: 2
+  latent_steps: 3
+  train: {batch: 2}
+agents: {solver: {sampling: {temperature: 0.0, max_tokens: 4}}}
+optim: {lr: 0.002, warmup_steps: 1}
+launch: {gpus: 0, threads: 1}
+run: {steps: 2}
+"""
+WORDS = ("apple", "stone", "river", "glass", "paper", "cloud", "horse", "clock")
+LINKS = {f"inner-{a}" for a in ("planner", "critic", "solver")} | {
+    "outer-planner-critic",
+    "outer-critic-solver",
+    "outer-solver-planner",
+}
+
+
+@pytest.fixture
+def ring(folder: Path) -> Path:
+    """A user's folder with `ring.yaml`, twelve training questions and three held-out ones."""
+    (folder / "ring.yaml").write_text(RING)
+    rows = [
+        {
+            "id": f"q{i}",
+            "question": f"What does box {i} hold?",
+            "answer": WORDS[i % len(WORDS)],
+            "plan": f"Open box {i}.",
+            "refined_plan": f"Open box {i} and look.",
+        }
+        for i in range(15)
+    ]
+    for name, part in (("train", rows[:12]), ("held", rows[12:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {f"{p.stem}.{k}": v for p in sorted(folder.glob("*.safetensors")) for k, v in load_file(p).items()}
+
+
+def test_t17_a_run_trains_outer_links_alone_and_writes_what_the_contract_names(cli, ring):
+    done = cli("recursivemas", "train", "ring.yaml", "--name", "r", "--json", sets=("run.save_every=1",))
+    assert done.code == 0, done
+    run = ring / "runs/r"
+    steps = rows(run / "metrics.jsonl")
+    assert [m["step"] for m in steps] == [1, 2]
+    assert [m["policy_version"] for m in steps] == [1, 2]
+    for m in steps:
+        assert {"loss", "grad_norm", "lr", "tokens/trained", "tokens/computed", "time/total", "time/update"} <= set(m)
+        own = {key.removeprefix("recursivemas/") for key in m if key.startswith("recursivemas/")}
+        assert {"latent_steps", "text_tokens", "positions", "link_norm_ratio", "form", "stage"} <= own
+        assert m["recursivemas/form"] == "rollout"
+        assert m["recursivemas/latent_steps"] == 2 * 5 * 3
+        assert all(m[f"recursivemas/grad_norm_round_{r}"] > 0 for r in (1, 2))
+        assert m["recursivemas/link_norm_ratio"] > 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert done.json["rise"] == summary["rise"]
+    assert {"score", "n", "k", "low", "high", "items"} <= set(summary["eval_before"])
+    assert (summary["eval_after"]["n"], summary["form"], summary["frozen"]) == (3, "rollout", True)
+    assert set(summary["links"]["by_link"]) == LINKS
+    assert sum(summary["links"]["by_link"].values()) == summary["links"]["parameters"]
+    assert all(s["before"] == s["after"] for s in summary["backbones"].values())
+    first, last = (weights(run / f"checkpoints/step_00000{n}/links") for n in (1, 2))
+    moved = {name.split(".")[0] for name in first if not torch.equal(first[name], last[name])}
+    assert moved == {name for name in LINKS if name.startswith("outer")}
+    with safe_open(run / "checkpoints/latest/links/outer-critic-solver.safetensors", framework="pt") as file:
+        how = json.loads(file.metadata()["training"])
+    assert how == {"stage": "outer", "form": "rollout", "rounds": 2, "latent_steps": 3, "steps": 2, "seed": 42}
+
+
+@pytest.mark.parametrize("form", ["first_step", "teacher_forced"])
+def test_every_form_of_training_is_named_in_metrics_summary_and_files(cli, ring, form):
+    sets = (f"recursivemas.train.form={form}",)
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert done.json["form"] == form
+    assert rows(ring / "runs/r/metrics.jsonl")[0]["recursivemas/form"] == form
+    assert done.json["links"]["training"]["outer-planner-critic"]["form"] == form
+    assert done.json["links"]["training"]["inner-planner"] is None
+
+
+def test_t18_the_inner_stage_raises_the_held_out_cosine_and_moves_inner_links_alone(cli, ring):
+    sets = ("recursivemas.train.stage=inner", "recursivemas.train.batch=6", "optim.lr=0.01", "run.save_every=1")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "12", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert done.json["rise"]["low"] > 0.1
+    assert done.json["inner"]["texts"] == {"planner": "plan", "critic": "refined_plan", "solver": "answer"}
+    assert "form" not in done.json
+    steps = rows(ring / "runs/r/metrics.jsonl")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert {f"recursivemas/{agent}/loss" for agent in ("planner", "critic", "solver")} <= set(steps[0])
+    first, last = (weights(ring / f"runs/r/checkpoints/step_0000{n}/links") for n in (11, 12))
+    moved = {name.split(".")[0] for name in first if not torch.equal(first[name], last[name])}
+    assert moved == {name for name in LINKS if name.startswith("inner")}
+
+
+def test_both_stages_in_one_run_make_links_that_need_no_leave(cli, ring):
+    sets = ("recursivemas.train.stage=both", "recursivemas.train.inner_steps=1")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "2", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert [m["recursivemas/stage"] for m in rows(ring / "runs/r/metrics.jsonl")] == ["inner", "outer"]
+    # a stage has a schedule of its own: its first step is warm-up again
+    assert [m["lr"] for m in rows(ring / "runs/r/metrics.jsonl")] == [0.002, 0.002]
+    assert done.json["links"]["trained"] is True
+    asked = cli("recursivemas", "infer", "ring.yaml", "--links", "r", "--rounds", "3", "--question", "What?")
+    assert asked.code == 0, asked
+    lines = asked.out.splitlines()
+    head = lines.index("round\tagent\tsteps\tpositions\treused\tstate norm\tsent, norm")
+    told = [line.split("\t")[:3] for line in lines[head + 1 : head + 9]]
+    ring_of = ("planner", "critic", "solver")
+    assert told == [[str(r), a, "3"] for r in (1, 2, 3) for a in ring_of if (r, a) != (3, "solver")]
+    assert "text tokens\tlatent steps\trollouts\tprompt positions\treused positions\tpositions" in lines
+    sample = cli("recursivemas", "infer", "ring.yaml", "--checkpoint", "r", "--json")
+    assert sample.json["answers"][0]["question"] == "What does box 12 hold?"
+
+
+def test_t20_parts_of_a_batch_add_up_to_the_batch(ring):
+    moved = []
+    for number, micro in enumerate(("null", "1")):
+        sets = [
+            f"recursivemas.train.micro_batch={micro}",
+            *("recursivemas.train.batch=4", "run.steps=1", "data.eval.path=null", f"run.name=r{number}"),
+        ]
+        verb("recursivemas", "train")(load_recipe("ring.yaml", sets).tree, VerbOptions())
+        [step] = rows(ring / f"runs/r{number}/metrics.jsonl")
+        moved.append((step, load_file(ring / f"runs/r{number}/checkpoints/latest/trainer/links_moments.safetensors")))
+    (whole, first), (parts, second) = moved
+    for key in ("loss", "grad_norm", "recursivemas/grad_norm_round_1", "recursivemas/grad_norm_round_2"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-4)
+    for key in ("recursivemas/latent_steps", "recursivemas/text_tokens", "recursivemas/positions"):
+        assert parts[key] == whole[key]
+    # after one step the first moment is the clipped gradient, a tenth of it
+    a, b = (torch.cat([v.flatten() for k, v in m.items() if k.startswith("exp_avg.")]) for m in (first, second))
+    assert ((a - b).norm() / a.norm()).item() < 1e-4
+
+
+# Resume
+
+DIES = """
+import os
+import signal
+
+import agentrl.run
+from agentrl.grading.qa import ExactMatch
+from agentrl.recipes.recursivemas import train, training
+
+POINT, _, STEP = os.environ.get("FAULT", "").partition(":")
+
+
+def before(module, name, dies):
+    real = vars(module)[name]
+
+    def instead(*args, **kwargs):
+        if dies(real, *args, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(module, name, instead)
+
+
+def torn(real, links, folder, *rest):
+    if f"step_{int(STEP):06d}" not in str(folder):
+        return False
+    real(links, folder, *rest)
+    path = folder / "outer-critic-solver.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    return True
+
+
+def faulty():
+    if POINT == "step":
+        before(train, "outer_step" if int(STEP) > 2 else "inner_step", lambda real, t, tasks, step: step == int(STEP))
+    if POINT == "record":
+        before(train, "record", lambda real, t, step, *rest: step == int(STEP))
+    if POINT == "save":
+        before(training, "save_links", torn)
+    if POINT == "saved":
+        before(agentrl.run, "_point", lambda real, link, name: name == f"step_{int(STEP):06d}")
+    return ExactMatch()
+"""
+SETS = (
+    "reward=dies:faulty",
+    "recursivemas.train.stage=both",
+    "recursivemas.train.inner_steps=2",
+    "run.save_every=1",
+    "run.eval_every=2",
+)
+
+
+def content(path: Path) -> object:
+    """The bytes of a file; of a link file what it holds, since safetensors writes metadata in any order."""
+    if path.name == "manifest.json" or path.parent.name != "links":
+        return path.read_bytes()
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {k: file.get_tensor(k).numpy().tobytes() for k in file.keys()}  # noqa: SIM118
+
+
+def _train(drive, name, fault="", *args):
+    words = ("recursivemas", "train", "ring.yaml", "--steps", "5", "--name", name, *args)
+    return drive(*words, sets=SETS, env={"FAULT": fault})
+
+
+def test_t30_a_run_killed_in_both_stages_equals_the_unbroken_one_bit_for_bit(drive, ring):
+    (ring / "dies.py").write_text(DIES)
+    whole = _train(drive, "whole")
+    assert whole.wait() == 0, whole.log
+    for number, fault in enumerate(("step:2", "save:3", "record:4", "saved:4")):
+        driver = _train(drive, "killed", fault, *(["--resume"] if number else []))
+        assert driver.wait() == -signal.SIGKILL, (fault, driver.log)
+    driver = _train(drive, "killed", "", "--resume")
+    assert driver.wait() == 0, driver.log
+    assert "resumed after step 4" in driver.log
+    runs = [ring / "runs" / name for name in ("whole", "killed")]
+    told = [
+        [{k: v for k, v in m.items() if not k.startswith("time/")} for m in rows(r / "metrics.jsonl")] for r in runs
+    ]
+    assert told[0] == told[1]
+    files = [
+        {str(p.relative_to(r)): content(p) for k in ("checkpoints", "evals") for p in (r / k).rglob("*") if p.is_file()}
+        for r in runs
+    ]
+    assert files[0] == files[1]
+    assert [m["policy_version"] for m in told[0]] == [1, 2, 3, 4, 5]
+    after = [json.loads((r / "summary.json").read_text()) for r in runs]
+    assert after[0]["eval_before"] == after[1]["eval_before"]
+    assert after[0]["links"] == after[1]["links"]
+    # nothing is left to do
+    summary = (runs[1] / "summary.json").read_bytes()
+    again = _train(drive, "killed", "", "--resume")
+    assert again.wait() == 0, again.log
+    assert (runs[1] / "summary.json").read_bytes() == summary
+
+
+# The leak probe
+
+
+def _probe(ring, form, steps, more=""):
+    sets = [
+        f"recursivemas.train={{leak_probe: true, form: {form}, batch: 4, checkpointed: false{more}}}",
+        *(f"run.steps={steps}", f"run.name={form}", "optim.lr=0.01", "optim.part_stats_every=0"),
+    ]
+    return verb("recursivemas", "train")(load_recipe("ring.yaml", sets).tree, VerbOptions())
+
+
+def test_t19_random_answers_are_learned_by_no_faithful_training(ring):
+    result = _probe(ring, "rollout", 8)
+    found = result["leak_probe"]
+    assert found["leaks"] is False
+    assert found["gap_low"] < 0.0 < found["gap_high"]
+    assert result["held_out_loss_as_used"]["after"] == pytest.approx(found["as_trained"], rel=1e-4)
+
+
+def test_t19_the_probe_finds_a_scheme_in_which_agents_read_the_answer(ring):
+    result = _probe(ring, "teacher_forced", 16, ", targets: {planner: answer, critic: answer}")
+    found = result["leak_probe"]
+    assert found["leaks"] is True
+    assert found["gap_low"] > 0.2
+    # where nobody has read the answer, nothing was learned
+    assert result["held_out_loss_as_used"]["after"] > found["as_trained"] + 0.3
+
+
+def test_t19_random_answers_come_from_the_set_and_from_no_question():
+    pool = [Task(str(i), "q", (word,)) for i, word in enumerate(WORDS)]
+    tasks = [Task(str(i), "q", ("old",)) for i in range(400)]
+    drawn = [task.references[0] for task in with_random_answers(tasks, pool, "0")]
+    assert {drawn.count(word) for word in WORDS} <= set(range(25, 76))
+    assert drawn == [task.references[0] for task in with_random_answers(tasks, pool, "0")]
+    assert drawn != [task.references[0] for task in with_random_answers(tasks, pool, "1")]
+
+
+# Links: start, export, ship
+
+
+def test_a_run_may_begin_with_the_links_of_another(cli, ring):
+    sets = ("recursivemas.train.stage=inner", "data.eval.path=null")
+    assert cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "a", sets=sets).code == 0
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "b", "--links", "a", "--json")
+    assert done.code == 0, done
+    assert done.json["links"]["trained"] is True
+    inner = [weights(ring / f"runs/{name}/checkpoints/latest/links") for name in ("a", "b")]
+    assert all(torch.equal(inner[0][k], inner[1][k]) for k in inner[0] if k.startswith("inner"))
+
+
+def test_t5_exported_links_come_back_bit_for_bit_in_both_layouts(cli, ring):
+    assert cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r").code == 0
+    saved = weights(ring / "runs/r/checkpoints/latest/links")
+    assert cli("export", "r", "plain").code == 0
+    assert {k: v.tolist() for k, v in weights(ring / "plain").items()} == {k: v.tolist() for k, v in saved.items()}
+    about = json.loads((ring / "plain/provenance.json").read_text())
+    assert (about["seed"], about["steps"], about["form"]) == (42, 1, "rollout")
+    assert about["eval_after"]["n"] == 3
+    assert "items" not in about["eval_after"]
+    assert cli("export", "r", "official", "--official").code == 0
+    inner = ", ".join(f"{a}: official/{a}" for a in ("planner", "critic", "solver"))
+    official = f"recursivemas.official={{outer: official/outer, inner: {{{inner}}}}}"
+    again = cli("recursivemas", "infer", "ring.yaml", "--question", "What?", "--json", sets=(official,))
+    ours = cli(
+        "recursivemas", "infer", "ring.yaml", "--question", "What?", "--json", "--links", "r", "--allow-untrained"
+    )
+    assert again.code == ours.code == 0, again
+    assert again.json["answers"][0]["text"] == ours.json["answers"][0]["text"]
+    assert again.json["answers"][0]["trace"] == ours.json["answers"][0]["trace"]
+    for agent in ("planner", "critic", "solver"):
+        for name, tensor in torch.load(ring / f"official/{agent}/adapter(math).pt", weights_only=True).items():
+            assert torch.equal(tensor, saved[f"inner-{agent}.{name}"])
+    cli("export", "r", "plain").two_lines(2, "plain holds something already", "new folder")
+    cli("export", "r", "x", "--policy", "planner").two_lines(2, "its models are frozen", "leave --policy out")
+    # stored small: half the bytes, and the values are those of bfloat16
+    assert cli("export", "r", "small", "--dtype", "bfloat16").code == 0
+    small = weights(ring / "small")
+    assert all(torch.equal(small[k], v.to(torch.bfloat16)) for k, v in saved.items())
+
+
+def test_shipped_links_are_found_by_name(ring, monkeypatch):
+    shipped = ring / "shipped/links/embedded-ring"
+    shipped.mkdir(parents=True)
+    monkeypatch.setattr("agentrl.config.shipped.shipped_folder", lambda: ring / "shipped")
+    assert links_folder("embedded-ring", "runs") == shipped
