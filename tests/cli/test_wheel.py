@@ -15,6 +15,10 @@ def test_a_wheel_carries_the_recipes_and_finds_them_by_name(tmp_path):
     for name in ("pyproject.toml", "setup.py", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "README.md").write_text("# agentrl\n")
+    ring = tree / "recipes" / "links" / "ring"
+    ring.mkdir(parents=True)
+    for name in ("inner-planner.safetensors", "provenance.json", "notes.txt"):
+        (ring / name).write_bytes(b"{}")
     for name in ("__init__.py", "errors.py"):
         (tree / "agentrl").mkdir(exist_ok=True)
         shutil.copy(ROOT / "agentrl" / name, tree / "agentrl")
@@ -34,9 +38,15 @@ def test_a_wheel_carries_the_recipes_and_finds_them_by_name(tmp_path):
         names = wheel.namelist()
         wheel.extractall(installed)
     assert {"agentrl/shipped/hle.yaml", "agentrl/shipped/smoke/mars.yaml"} <= set(names)
+    assert {name for name in names if "/links/" in name} == {
+        f"agentrl/shipped/links/ring/{name}" for name in ("inner-planner.safetensors", "provenance.json")
+    }
     assert not any(name.startswith("recipes/") for name in names)
 
-    code = "from agentrl.config.shipped import resolve_recipe as r; print(r('recipes/hle.yaml'), r('smoke/mars'))"
+    code = (
+        "from agentrl.config.shipped import resolve_recipe as r, shipped_links as s; "
+        "print(r('recipes/hle.yaml'), r('smoke/mars'), s()['ring'])"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -45,4 +55,5 @@ def test_a_wheel_carries_the_recipes_and_finds_them_by_name(tmp_path):
         check=True,
         env={"PYTHONPATH": str(installed)},
     )
-    assert found.stdout.split() == [str(installed / f"agentrl/shipped/{name}.yaml") for name in ("hle", "smoke/mars")]
+    shipped = installed / "agentrl/shipped"
+    assert found.stdout.split() == [str(shipped / name) for name in ("hle.yaml", "smoke/mars.yaml", "links/ring")]
