@@ -96,9 +96,9 @@ def _benchmark_tasks(config: DatasetConfig, name: str, base: Path | None, seed: 
     for key in ("columns", "split"):
         if getattr(config, key):
             raise ConfigError(f"data.{key}: has no effect with a public benchmark", f"drop data.{key}")
-    if config.format is not None and name in (*EMBEDDED, *BENCHMARKS):
+    if config.format not in (None, name) and name in (*EMBEDDED, *BENCHMARKS):
         raise ConfigError(f"data.format: has no effect with the set {name!r}", "drop data.format, or name a file")
-    path = None if config.format is None else Path(name) if base is None else base / name
+    path = None if name in BENCHMARKS else Path(name) if base is None else base / name
     benchmark, entry = config.format or name, benchmark_named(config.format or name)
     tasks: list[Task] = []
     places: list[tuple[str, str]] = []

@@ -180,6 +180,7 @@ def test_a_benchmark_is_found_by_its_name_and_listed(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "bamboogle.csv").write_text("Question,Answer\nWhere?,Rome\nWho?,Ann\n")
     assert [t.references[0] for t in load_tasks(DatasetConfig(path="bamboogle", limit=1))] == ["Rome"]
+    assert len(load_tasks(DatasetConfig(path="bamboogle", format="bamboogle"))) == 2
     data_list(json_output=True)
     listed = {e["name"]: e for e in json.loads(capsys.readouterr().out)}
     assert listed["bamboogle"]["file"].endswith("bamboogle.csv")
@@ -195,6 +196,7 @@ def test_a_benchmark_is_found_by_its_name_and_listed(
         ({"format": "gsm8k", "columns": {"answer": "a"}}, "data.columns: has no effect"),
         ({"format": "gsm8k", "split": "test"}, "data.split: has no effect"),
         ({"format": "gsm8k", "path": "invented"}, "data.format: has no effect with the set 'invented'"),
+        ({"format": "gsm8k", "path": "math500"}, "data.format: has no effect with the set 'math500'"),
     ],
 )
 def test_keys_without_effect_are_refused(config: dict[str, Any], fault: str) -> None:

@@ -149,7 +149,10 @@ def _best(values: Sequence[float | None]) -> float | None:
 
 
 def _text(scored: ScoredTrajectory) -> str:
-    return scored.trajectory.turns[-1].action.text
+    """What the decoder wrote in the last round, around its calls of tools."""
+    turns = scored.trajectory.turns
+    last = (turns[-1].turn, turns[-1].agent_index)
+    return "".join(turn.action.text for turn in turns if (turn.turn, turn.agent_index) == last)
 
 
 def _f1(scored: ScoredTrajectory) -> float | None:

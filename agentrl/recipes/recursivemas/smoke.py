@@ -49,6 +49,7 @@ def smoke_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
             "official": None,
             "allow_untrained": True,
             "max_batch": None,
+            "decodes": None,
             "train": _train(_section(own, "train"), agents),
         },
         "optim": {"warmup_steps": None},
