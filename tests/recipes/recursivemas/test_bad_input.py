@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentrl.models import resolve
 from agentrl.recipes.recursivemas.links import new_links, save_links
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.recipes.registry import load_recipe
@@ -31,6 +32,8 @@ ASK = ("recursivemas", "infer", "pair.yaml", "--question", "What is it?")
 @pytest.fixture
 def pair(folder: Path) -> Path:
     (folder / "pair.yaml").write_text(PAIR)
+    for name in ("tiny-gpt2-h96", "tiny-llama"):
+        resolve(name)  # check looks into models that are there
     return folder
 
 
