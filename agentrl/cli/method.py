@@ -103,7 +103,7 @@ def run_verb(
         named = f"agentrl {loaded.tree.method} {verb} {recipe}"
         raise ConfigError(f"{recipe}: a recipe of {loaded.tree.method}, not of {method}", f"run {named}")
     function = function_of(method, verb)
-    findings = check(loaded, needs_data=needs_data)
+    findings = check(loaded, needs_data=needs_data, trains=verb == "train")
     refuse_errors(findings)
     for finding in findings:
         if finding.level == "warning":

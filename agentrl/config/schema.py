@@ -409,7 +409,7 @@ class BaseRecipe(Section):
     """Advantages compare the rollouts of one question, so a group needs at least two."""
 
     trains_models: ClassVar[bool] = True
-    """Policies of mode full and lora are trained. A method that trains something else on frozen models has each once."""
+    """Policies of mode full and lora are trained. A method that trains something else has each frozen model once."""
     refuses_leaks: ClassVar[bool] = False
     """A held-out problem among the training ones ends a run, instead of being warned of."""
 

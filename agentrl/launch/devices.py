@@ -9,12 +9,11 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.schema import LaunchConfig, ModelConfig
+from agentrl.config.schema import LaunchConfig
 from agentrl.errors import ConfigError, MissingError
 
 GIB = 1024**3
@@ -39,40 +38,22 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What this process may use. `cores` counts its CPU set under its cgroup quota, `memory_bytes` is free memory
-    under its cgroup limit. `cpu_bf16`: the processor computes bfloat16 itself. `torch_cuda` is the CUDA version the
-    installed torch was built for, None for a CPU build."""
+    under its cgroup limit, `total_bytes` all that there is. `cpu_bf16`: the processor computes bfloat16 itself.
+    `torch_cuda` is the CUDA version the installed torch was built for, None for a CPU build."""
 
     cores: int
     memory_bytes: int
     cpu_bf16: bool = False
     gpus: tuple[Gpu, ...] = ()
     torch_cuda: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyMemory:
-    """An estimate, in bytes, of what one policy holds: without activations, and once per copy that is made of it.
-
-    `trainer`: weights, float32 master, gradients and two Adam moments (none for a frozen policy).
-    `reference`: one more frozen copy where a KL needs it. `engine`: the engine's own weights.
-    """
-
-    policy: str
-    parameters: int
-    trainer: int
-    reference: int
-    engine: int
-
-    @property
-    def total(self) -> int:
-        return self.trainer + self.reference + self.engine
+    total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where one run goes. `gpus` are indices of visible GPUs, empty on the CPU; `native_bf16` tells whether bfloat16 is
-    computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is what `memory` and
-    the caches must fit in: free memory, or the memory of the planned GPUs together. `ranks` trainer processes, the
+    computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is
+    free memory, or the memory of the planned GPUs together. `ranks` trainer processes, the
     driver among them, have `rank_threads` each while all compute; the driver has `threads` elsewhere. On GPUs rank r
     uses GPU r."""
 
@@ -81,20 +62,11 @@ class Plan:
     threads: int
     native_bf16: bool
     available_bytes: int
-    memory: tuple[PolicyMemory, ...] = ()
     ranks: int = 1
     rank_threads: int = 1
 
-    @property
-    def needed_bytes(self) -> int:
-        return sum(policy.total for policy in self.memory)
 
-    @property
-    def fits(self) -> bool:
-        return self.needed_bytes <= self.available_bytes
-
-
-def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, ...] = ()) -> Plan:
+def plan(launch: LaunchConfig, hardware: Hardware) -> Plan:
     """Place a run on a machine: GPUs first. `launch.gpus` none takes every GPU, a number exactly so many, 0 the CPU.
 
     Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use, and
@@ -129,27 +101,9 @@ def plan(launch: LaunchConfig, hardware: Hardware, memory: tuple[PolicyMemory, .
         threads=launch.threads or hardware.cores,
         native_bf16=all(gpu.bf16 for gpu in chosen) if chosen else hardware.cpu_bf16,
         available_bytes=sum(gpu.memory_bytes for gpu in chosen) if chosen else hardware.memory_bytes,
-        memory=memory,
         ranks=launch.ranks,
         rank_threads=launch.threads or max(1, hardware.cores // launch.ranks),
     )
-
-
-def estimate_memory(
-    models: Mapping[str, ModelConfig], parameters: Mapping[str, int], *, reference: bool = False
-) -> tuple[PolicyMemory, ...]:
-    """Estimate each policy's memory from its number of parameters (by policy name). `reference`: a KL is in use.
-
-    A full policy holds, per parameter, 4 bytes each of master weight, gradient and two moments, and 2 more for a
-    bfloat16 compute copy. A frozen one lives in the engine alone.
-    """
-    out = []
-    for name, model in models.items():
-        num, width = parameters[name], 4 if model.dtype == "float32" else 2
-        trainer = num * (16 if width == 4 else 18) if model.mode == "full" else 0
-        copy = num * width if reference and model.mode == "full" else 0
-        out.append(PolicyMemory(name, num, trainer, copy, num * width))
-    return tuple(out)
 
 
 def _missing_gpus(wanted: int, hardware: Hardware) -> MissingError:
@@ -174,6 +128,7 @@ def detect() -> Hardware:
         cpu_bf16=_cpu_bf16(),
         gpus=visible_gpus(_nvidia_smi(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch_cuda=_torch_cuda(),
+        total_bytes=_total_memory(),
     )
 
 
@@ -226,6 +181,13 @@ def _cores() -> int:
     if len(quota) == 2 and quota[0].isdigit():
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
+
+
+def _total_memory() -> int:
+    match = re.search(r"^MemTotal:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    total = int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _free_memory() -> int:

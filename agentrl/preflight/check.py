@@ -51,10 +51,11 @@ class PreflightError(AgentRLError):
         return tuple((finding.cause, finding.fix) for finding in self.errors)
 
 
-def check(loaded: Loaded, deep: bool = False, needs_data: bool = True) -> list[Finding]:
+def check(loaded: Loaded, deep: bool = False, needs_data: bool = True, trains: bool = True) -> list[Finding]:
     """Every finding, errors and others, in the order of repair. `deep` also probes endpoints (10 s at most).
 
-    `needs_data=False` leaves the data sets out, for a verb that takes its question from the command line.
+    `needs_data=False` leaves the data sets out, for a verb that takes its question from the command line, and
+    `trains=False` the memory that training needs.
     """
     recipe = loaded.tree
     own = list(_recipe(recipe))
@@ -63,6 +64,7 @@ def check(loaded: Loaded, deep: bool = False, needs_data: bool = True) -> list[F
         *_devices(recipe),
         *_packages(recipe),
         *_models(recipe),
+        *_memory(recipe, trains),
         *(finding for finding in own if finding.exit_code != _CONFIG),
         *_keys(recipe),
         *_not_built(recipe),
@@ -174,6 +176,20 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
             yield Finding("error", "engine.kind", message, fix, _ENVIRONMENT)
         else:
             yield Finding("info", "engine.kind", "vllm runs by its CPU build", "set launch.gpus where GPUs are meant")
+
+
+def _memory(recipe: BaseRecipe, trains: bool) -> Iterator[Finding]:
+    """Whether the run fits this machine, where its place and its models are known."""
+    from agentrl.launch.devices import detect, plan
+    from agentrl.preflight.memory import memory_remarks
+
+    hardware = detect()
+    try:
+        placed = plan(recipe.launch, hardware)
+    except (ConfigError, MissingError):
+        return  # told by `_devices`
+    for level, message, fix in memory_remarks(recipe, placed, hardware, trains=trains):
+        yield Finding(level, "memory", message, fix or "nothing to do", _ENVIRONMENT)
 
 
 def _packages(recipe: BaseRecipe) -> Iterator[Finding]:
