@@ -9,14 +9,16 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config.schema import BaseRecipe, ModelConfig, RunConfig
 from agentrl.data import fingerprint, order
 from agentrl.errors import ConfigError, DataError
 from agentrl.grading.interval import eval_block, paired_rise
 from agentrl.launch.devices import Plan
+from agentrl.models.lora import Adapter
 from agentrl.protocols import Reward
 from agentrl.recipes.collect import ActionScores, Collected, collect, jobs_for
 from agentrl.recipes.interrupt import Interrupt
@@ -27,6 +29,7 @@ from agentrl.records import trajectory_from_record
 from agentrl.rollout.runner import Workflow
 from agentrl.run import Run
 from agentrl.types import ScoredTrajectory, Task
+from agentrl.update.backbone import Backbone
 from agentrl.update.checkpoint import load_policy, save_policy
 from agentrl.update.policy import Policy
 from agentrl.update.ranks import Ranks
@@ -61,6 +64,9 @@ class Training:
         """The version of each policy that the engine serves; a frozen one stays at 0."""
         return {n: self.policies[n].version if n in self.policies else 0 for n in self.recipe.policy_models}
 
+
+Place = tuple[Path, Literal["float32", "bfloat16"]]
+"""Where a policy's model lies, and what it computes in."""
 
 Step = Callable[[Training, int], Awaitable[None]]
 Evaluate = Callable[[Training, int], Awaitable[None]]
@@ -157,16 +163,17 @@ def _versions(scored: ScoredTrajectory) -> set[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What the policies of one trainer rank are made from. `folders` are the session's. A `follower` rank makes
-    replicas that never step."""
+    """What the policies of one trainer rank are made from. `folders` and `adapters` are the session's. A `follower`
+    rank makes replicas that never step."""
 
     folders: Mapping[str, Path]
+    adapters: Mapping[str, Adapter]
     device: str
     follower: bool = False
 
     @classmethod
     def of(cls, session: Session) -> Ground:
-        return cls(session.folders, session.plan.device)
+        return cls(session.folders, session.adapters, session.plan.device)
 
 
 def make_policies(
@@ -174,9 +181,11 @@ def make_policies(
 ) -> tuple[dict[str, Policy], dict[str, Scorer]]:
     """Every trained policy, and with `references` its frozen reference: where it began.
 
-    Frozen policies live in the engine alone. Policies that begin with the same weights share one reference.
+    Frozen policies live in the engine alone. Policies that begin with the same weights share one reference, LoRA
+    policies of one model its weights: the reference of one that began without an adapter is that bare model.
     `total_steps` are a policy's optimiser steps.
     """
+    backbones = _backbones(recipe, ground)
     policies: dict[str, Policy] = {}
     shared: dict[tuple[Any, ...], Scorer] = {}
     found: dict[str, Scorer] = {}
@@ -184,7 +193,10 @@ def make_policies(
         if model.mode == "frozen":
             continue
 
-        def make(config: ModelConfig, name: str = name) -> Policy:
+        place = (ground.folders[name], model.dtype)
+        start = ground.adapters[name].start if name in ground.adapters else None
+
+        def make(config: ModelConfig, name: str = name, place: Place = place, start: Path | None = start) -> Policy:
             return Policy(
                 name,
                 ground.folders[name],
@@ -194,15 +206,24 @@ def make_policies(
                 train_under_grammar=recipe.algorithm.constrained == "allowed",
                 device=ground.device,
                 follower=ground.follower,
+                backbone=None if config.mode == "full" else backbones.get(place),
+                start=start,
+                seed=int.from_bytes(sha256(f"{recipe.run.seed} {name}".encode()).digest()[:7]),
             )
 
         policies[name] = make(model)
         if references:
-            key = (ground.folders[name], model.dtype)
+            key = (*place, start)
             if key not in shared:
-                shared[key] = make(model.model_copy(update={"mode": "frozen"})).scorer
+                shared[key] = make(model.model_copy(update={"mode": "frozen", "lora": None})).scorer
             found[name] = shared[key]
     return policies, found
+
+
+def _backbones(recipe: BaseRecipe, ground: Ground) -> dict[Place, Backbone]:
+    """The models of LoRA policies, each once."""
+    places = {(ground.folders[n], m.dtype) for n, m in recipe.policy_models.items() if m.mode == "lora"}
+    return {p: Backbone(*p, recipe.optim, device=ground.device) for p in sorted(places)}
 
 
 async def sync_all(t: Training) -> None:
