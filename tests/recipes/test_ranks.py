@@ -82,6 +82,7 @@ def worker_of(driver: Any, processes: Any) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, processes, folder):
     driver = start()
     worker = worker_of(driver, processes)

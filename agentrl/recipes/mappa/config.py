@@ -231,7 +231,7 @@ class MappaRecipe(BaseRecipe):
         return tuple(dict.fromkeys(got.agent for got in self.receives(name)))
 
     def normalisation_groups(self) -> tuple[str, ...]:
-        """The names that samples are normalised under, the same on every rank, whatever it holds."""
+        """The names that samples are normalised under."""
         return tuple(self.policy_models) if self.mappa.normalise_over == "policy" else tuple(self.agents)
 
     def endpoints(self) -> tuple[Endpoint, ...]:

@@ -5,8 +5,9 @@ Per action with trained tokens 1..L, reward rho, and k_l = log pi_old - log pi_r
     r_l = -beta k_l + [l = L] rho,   G_l = sum_{m >= l} r_m,   A_l = (G_l - mu) / sqrt(max(var, 1e-8))
 
 mu and var are the mean and population variance of G over all trained tokens of one normalisation group (a policy, or
-an agent), over all ranks, taken once. Groups of prompts do not exist here (M-14). Where the rewards of a group vary by
-less than 1e-6, nothing is whitened and the raw KL returns pull to the reference (M-13).
+an agent), taken once, by the driver: no number of trainer ranks can change them. Groups of prompts do not exist here
+(M-14). Where the rewards of a group vary by less than 1e-6, nothing is whitened and the raw KL returns pull to the
+reference (M-13).
 
 Deviations from the published code: one normalisation, not two; truncated and missing actions are in no statistic;
 k is held within +-20. Shape suffix: _T token positions of one sample.
@@ -14,7 +15,7 @@ k is held within +-20. Shape suffix: _T token positions of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +34,13 @@ from agentrl.algo.ratio import log_ratio
 from agentrl.recipes.mappa.config import MappaConfig
 from agentrl.types import CreditedSample, MaskReason, Sample, ScoredSample
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks. Called the same number of times on each, whatever a rank holds."""
 Rewards = Mapping[str, Sequence[float | None]]
 """Trajectory id -> reward of each of its turns' actions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Credited samples in the order given, and what the step's metrics report, over all ranks."""
+    """Credited samples in the order given, and what the step's metrics report."""
 
     credited: tuple[CreditedSample, ...]
     metrics: Mapping[str, float]
@@ -64,27 +63,25 @@ def assign(
     mappa: MappaConfig,
     *,
     groups: Sequence[str],
-    policies: Sequence[str],
-    all_reduce: Reduce = lambda sums: sums,
 ) -> Credit:
     """Credit all samples of a step.
 
-    `groups` are the recipe's `normalisation_groups` and `policies` its policies, equal on all ranks. With a KL in the
-    reward each sample needs `old` and `reference` log-probabilities (`ValueError` without). The weights make the loss a
-    mean within each policy over all ranks: over tokens, or over actions.
+    `groups` are the recipe's `normalisation_groups`. With a KL in the reward each sample needs `old` and `reference`
+    log-probabilities (`ValueError` without). The weights make the loss a mean within each policy: over tokens, or over
+    actions.
     """
     if mappa.credit == "grpo":
         advantages, metrics = _grpo(scored, rewards), dict[str, float]()
     elif mappa.credit == "supervised":
         advantages, metrics = _imitation(scored, rewards), dict[str, float]()
     else:
-        advantages, metrics = _reinforce(scored, rewards, mappa, groups, all_reduce)
-    weights = token_weights([one.sample for one in scored], mappa, policies, all_reduce)
+        advantages, metrics = _reinforce(scored, rewards, mappa, groups)
+    weights = token_weights([one.sample for one in scored], mappa)
     credited = [
         CreditedSample(one, tuple(a.tolist()), tuple(w.tolist()))
         for one, a, w in zip(scored, advantages, weights, strict=True)
     ]
-    return Credit(tuple(credited), metrics | _counts([one.sample for one in scored], all_reduce))
+    return Credit(tuple(credited), metrics | _counts([one.sample for one in scored]))
 
 
 def group_of(sample: Sample, mappa: MappaConfig) -> str:
@@ -93,7 +90,7 @@ def group_of(sample: Sample, mappa: MappaConfig) -> str:
 
 
 def _reinforce(
-    scored: Sequence[ScoredSample], rewards: Rewards, mappa: MappaConfig, groups: Sequence[str], all_reduce: Reduce
+    scored: Sequence[ScoredSample], rewards: Rewards, mappa: MappaConfig, groups: Sequence[str]
 ) -> tuple[list[Tensor], dict[str, float]]:
     found = [_returns(one, rewards[one.sample.trajectory_id], mappa.kl_coef) for one in scored]
     advantages = [torch.zeros(len(one.sample.ids), dtype=torch.float64) for one in scored]
@@ -101,14 +98,9 @@ def _reinforce(
     for group in groups:
         mine = [i for i, one in enumerate(scored) if group_of(one.sample, mappa) == group]
         actions = torch.tensor([r for i in mine for r in found[i].rewards], dtype=torch.float64)
-        sums = torch.stack(
-            [
-                _sum([moments(found[i].returns_T, found[i].mask_T) for i in mine]),
-                moments(actions, torch.ones_like(actions, dtype=torch.bool)),
-                _sum([moments(found[i].kl_T, found[i].mask_T) for i in mine]),
-            ]
-        )
-        return_moments_3, reward_moments_3, kl_moments_3 = all_reduce(sums)
+        return_moments_3 = _sum([moments(found[i].returns_T, found[i].mask_T) for i in mine])
+        reward_moments_3 = moments(actions, torch.ones_like(actions, dtype=torch.bool))
+        kl_moments_3 = _sum([moments(found[i].kl_T, found[i].mask_T) for i in mine])
         for i in mine:
             out = batch_advantages(
                 found[i].returns_T, found[i].kl_returns_T, found[i].mask_T, return_moments_3, reward_moments_3
@@ -177,22 +169,16 @@ def _constant(one: ScoredSample, value: float) -> Tensor:
     return torch.where(torch.tensor(one.sample.loss_mask, dtype=torch.bool), value, 0.0).double()
 
 
-def token_weights(
-    samples: Sequence[Sample], mappa: MappaConfig, policies: Sequence[str], all_reduce: Reduce = lambda sums: sums
-) -> list[Tensor]:
-    """1 / (tokens of the policy), or 1 / (actions of the policy * tokens of the action), over all ranks.
+def token_weights(samples: Sequence[Sample], mappa: MappaConfig) -> list[Tensor]:
+    """1 / (tokens of the policy), or 1 / (actions of the policy * tokens of the action).
 
-    `samples` are those of one optimiser step. Ranks may hold any number of them, none included (M-25).
+    `samples` are those of one optimiser step, all of them: trainer ranks add gradients up as they come (M-25).
     """
     units = [_units(sample, mappa) for sample in samples]
-    totals = {
-        name: _sum([u.sum() for u, s in zip(units, samples, strict=True) if s.policy == name], ()) for name in policies
-    }
-    summed = dict(zip(policies, all_reduce(torch.stack(list(totals.values()))).tolist(), strict=True))
-    return [
-        unit_T / summed[sample.policy] if summed[sample.policy] else unit_T
-        for sample, unit_T in zip(samples, units, strict=True)
-    ]
+    totals: dict[str, float] = {}
+    for sample, unit_T in zip(samples, units, strict=True):
+        totals[sample.policy] = totals.get(sample.policy, 0.0) + float(unit_T.sum())
+    return [unit_T / (totals[s.policy] or 1.0) for s, unit_T in zip(samples, units, strict=True)]
 
 
 def _units(sample: Sample, mappa: MappaConfig) -> Tensor:
@@ -208,23 +194,21 @@ def _units(sample: Sample, mappa: MappaConfig) -> Tensor:
     return unit_T
 
 
-def _sum(tensors: Sequence[Tensor], shape: tuple[int, ...] = (3,)) -> Tensor:
-    """The sum of none is zeros, so that a rank without samples takes part in every reduction."""
-    return torch.stack([torch.zeros(shape, dtype=torch.float64), *(t.double() for t in tensors)]).sum(0)
+def _sum(moments_3: Sequence[Tensor]) -> Tensor:
+    """The moments of all samples together; zeros for none."""
+    return torch.stack([torch.zeros(3, dtype=torch.float64), *(m.double() for m in moments_3)]).sum(0)
 
 
-def _counts(samples: Sequence[Sample], all_reduce: Reduce) -> dict[str, float]:
+def _counts(samples: Sequence[Sample]) -> dict[str, float]:
     """Actions of trained agents, and how many of them are left out of the gradient, by reason."""
     actions = [sample.reasons[span.start : span.stop] for sample in samples for span in sample.spans]
     held = [a for a in actions if MaskReason.FROZEN not in a]
     truncated = sum(MaskReason.TRUNCATED in a for a in held)
     missing = sum(MaskReason.REWARD_MISSING in a for a in held)
     trained = sum(None in a for a in held)
-    counts = torch.tensor([len(held), trained, truncated, missing], dtype=torch.float64)
-    total, trained_sum, truncated_sum, missing_sum = all_reduce(counts).tolist()
     return {
-        "mappa/actions": total,
-        "mappa/actions_trained": trained_sum,
-        "mappa/truncation_rate": truncated_sum / total if total else 0.0,
-        "mappa/missing_scores": missing_sum,
+        "mappa/actions": float(len(held)),
+        "mappa/actions_trained": float(trained),
+        "mappa/truncation_rate": truncated / len(held) if held else 0.0,
+        "mappa/missing_scores": float(missing),
     }

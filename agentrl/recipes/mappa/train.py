@@ -99,8 +99,7 @@ async def train_step(coaching: Coaching, t: Training, step: int) -> None:
     made = samples_of(recipe, collected.scored)
     updating = time.monotonic()
     scored = score_samples(t, made.samples)
-    groups, policies = recipe.normalisation_groups(), tuple(recipe.policy_models)
-    credit = assign(scored, made.rewards, recipe.mappa, groups=groups, policies=policies)
+    credit = assign(scored, made.rewards, recipe.mappa, groups=recipe.normalisation_groups())
     results = update_policies(t, credit, step)
     syncing = time.monotonic()
     await sync_all(t)
@@ -161,8 +160,7 @@ def mini_batches(credited: Sequence[CreditedSample], recipe: MappaRecipe, seed: 
 
 
 def _reweighted(part: Sequence[CreditedSample], recipe: MappaRecipe) -> list[CreditedSample]:
-    samples = [one.sample for one in part]
-    weights = token_weights(samples, recipe.mappa, sorted({s.policy for s in samples}))
+    weights = token_weights([one.sample for one in part], recipe.mappa)
     return [replace(one, weights=tuple(w.tolist())) for one, w in zip(part, weights, strict=True)]
 
 

@@ -310,7 +310,7 @@ def test_x08_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe)
 
 
 def test_m12_m25_x08_ranks_share_scores_and_updates_and_their_number_may_change(recipe):
-    steady = {"optim": {"lr": 1e-5, "mini_batch": 4}}
+    steady = {"optim": {"lr": 1e-5, "mini_batch": 4, "schedule": "constant"}}
     one = run(recipe(run={"steps": 2, "name": "one"}, **steady))
     run(recipe(run={"steps": 1, "name": "two"}, **steady))
     two = run(recipe(run={"steps": 2, "name": "two"}, launch={"ranks": 2}, **steady), resume=True)
