@@ -265,18 +265,23 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     path.chmod(0o644)  # safetensors leaves a file that only its owner can read
 
 
+def refuse_other_settings(folder: Path, lora: LoraConfig) -> None:
+    """Raises `ConfigError` where a folder's adapter has another size or scale than `lora`."""
+    saved, _ = read_config(folder)
+    for key, own, wanted in (("rank", saved.rank, lora.rank), ("alpha", saved.alpha, lora.alpha)):
+        if own != wanted:
+            raise ConfigError(
+                f"lora.{key} is {wanted}, but the adapter in {folder} has {own}",
+                f"set lora.{key} to {own}, or begin without that checkpoint",
+            )
+
+
 def load_into(parameters: Mapping[str, Tensor], folder: Path, lora: LoraConfig) -> None:
     """Copy a folder's adapter into an adapter of the model. Raises `ConfigError` where the folder's settings differ
     from `lora`, and `DataError` for tensors that do not fit."""
     import torch
 
-    saved, _ = read_config(folder)
-    for key in ("rank", "alpha"):
-        if getattr(saved, key) != getattr(lora, key):
-            raise ConfigError(
-                f"lora.{key} is {getattr(lora, key)}, but the adapter in {folder} has {getattr(saved, key)}",
-                f"set lora.{key} to {getattr(saved, key)}, or begin without that checkpoint",
-            )
+    refuse_other_settings(folder, lora)
     tensors = read_weights(folder)
     for name in sorted(set(tensors) ^ set(parameters)):
         where = "the file" if name in tensors else "the model"

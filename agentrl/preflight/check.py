@@ -212,6 +212,8 @@ def _packages(recipe: BaseRecipe) -> Iterator[Finding]:
 
 def _models(recipe: BaseRecipe) -> Iterator[Finding]:
     """Each policy's model must be on this machine, and its window must hold what its agents may fill."""
+    from agentrl.models.lora import target_modules
+
     for name, model in recipe.policy_models.items():
         section = "model" if recipe.model is not None else f"policies.{name}"
         folder = None
@@ -226,6 +228,11 @@ def _models(recipe: BaseRecipe) -> Iterator[Finding]:
             yield Finding("info", f"{section}.name", message, f"agentrl models prepare {model.name}")
             continue
         yield from _window(recipe, name, section, folder)
+        if model.adapter is not None:
+            try:
+                target_modules(folder, model.adapter)
+            except AgentRLError as error:
+                yield Finding("error", f"{section}.lora.target_modules", error.cause, error.fix, error.exit_code)
     yield from _checkpoints(recipe)
 
 

@@ -16,7 +16,7 @@ from agentrl.data import embedded_corpus
 from agentrl.errors import ConfigError, MissingError
 from agentrl.launch.devices import Plan, detect, plan
 from agentrl.models import resolve
-from agentrl.models.lora import NO_ADAPTERS, Adapter, is_adapter, read_config
+from agentrl.models.lora import NO_ADAPTERS, Adapter, is_adapter, read_config, refuse_other_settings
 from agentrl.protocols import Engine, Tool
 from agentrl.recipes.plugins import plugin
 from agentrl.recipes.quiet import quiet_libraries
@@ -60,7 +60,7 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     adapters = shared_models(recipe, folders)
     gate = Gate()
     tools = make_tools(recipe)
-    await _refuse_open_sandbox(tools)
+    await refuse_open_sandbox(tools)
     dtype = next(iter(recipe.policy_models.values())).dtype
     with quiet_libraries():
         engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window, adapters=adapters)
@@ -71,7 +71,7 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
             await engine.close()
 
 
-async def _refuse_open_sandbox(tools: Mapping[str, Tool]) -> None:
+async def refuse_open_sandbox(tools: Mapping[str, Tool]) -> None:
     """Before a run, not as the observation of each call: raises `MissingError` where programs cannot be isolated."""
     if "python" in tools:
         from agentrl.rollout.tools.python import PythonTool
@@ -115,11 +115,16 @@ async def start_engine(
 
 def shared_models(recipe: BaseRecipe, folders: Mapping[str, Path]) -> dict[str, Adapter]:
     """The policies that share one model with others of their folder: LoRA policies, frozen ones that a checkpoint gives
-    an adapter, and frozen ones whose model is there for those anyway."""
+    an adapter, and frozen ones whose model is there for those anyway.
+
+    Raises `ConfigError` for a checkpoint's adapter of another size or scale than the recipe's.
+    """
     found = {}
     for name, model in recipe.policy_models.items():
         given = weights_folder(model, name, recipe.run.dir)
         start = given if is_adapter(given) else None
+        if model.adapter is not None and start is not None:
+            refuse_other_settings(start, model.adapter)
         if model.mode == "lora" or start is not None:
             found[name] = Adapter(model.adapter or read_config(given)[0], start)
     shared = {folders[name] for name in found}

@@ -91,6 +91,24 @@ def test_a_lora_team_trains_resumes_evaluates_and_begins_again_from_its_adapters
     cli("mappa", "train", "smoke/mappa", sets=full).two_lines(2, "holds an adapter, but the mode", "--merge")
     other = (*team, *starts, "policies.reader.name=tiny-qwen3")
     cli("mappa", "train", "smoke/mappa", sets=other).two_lines(2, "adapts tiny-llama, but the recipe names tiny-qwen3")
+    wide = (*team, *starts, "policies.reader.lora={rank: 8, alpha: 8}")
+    cli("mappa", "train", "smoke/mappa", sets=wide).two_lines(
+        2, "lora.rank is 8, but the adapter in", "set lora.rank to 4"
+    )
+
+
+@pytest.mark.slow
+def test_a_lora_team_trains_on_one_vllm_engine(cli, rules):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    vllm = ("engine.kind=vllm", "engine.deterministic=false", "engine.kv_cache_gib=0.25", "launch.gpus=0")
+    sets = (*TEAM, *vllm, "coach.rules=lora_rules:by_length")
+    done = cli("mappa", "train", "smoke/mappa", "--steps", "3", "--name", "run", sets=sets)
+    assert done.code == 0, done
+    rows = metrics(rules / "runs/run")
+    assert all(row["kl/mismatch"] <= 1e-4 and row["grad_norm"] > 0 for row in rows)
+    assert rows[0]["kl/ref"] == 0.0
+    assert rows[2]["kl/ref"] > 0.0
+    assert len({adapter(rules / "runs/run", name) for name in NAMES}) == 3
 
 
 def test_a_rate_of_zero_and_an_agent_that_learns_nothing_keep_every_bit(cli, rules):
@@ -128,10 +146,11 @@ def test_mars_trains_one_adapter_in_both_roles(cli, folder):
         (("model.mode=lora", "model.lora={rank: 0}"), "rank"),
         (("model.mode=lora", "model.lora={dropout: 0.1}"), "dropout"),
         (("model.mode=lora", "model.lora={target_modules: []}"), "target_modules"),
+        (("model.mode=lora", "model.lora={target_modules: [lm_head]}"), "'lm_head' is no linear layer of tiny-llama"),
     ],
 )
 def test_an_adapter_without_effect_or_of_no_size_is_refused(cli, sets, cause):
-    done = cli("check", "mars-embedded", sets=sets)
+    done = cli("check", "mars-embedded", sets=("model.name=tiny-llama", *sets))
     assert done.code == 2
     assert cause in done.err
 
