@@ -96,7 +96,7 @@ def latent_rollout(
     if LINEAR in backbone.layer_kinds:
         memory = None
     kept = None if memory is None else memory.recall(prompts, backbone.device)
-    if kept is not None and _gaps_break_window(backbone, lengths, kept.reused, kept.mask_BK, steps):
+    if kept is not None and kept.gaps_break(backbone.sliding_window, lengths, steps):
         kept = None
     reused = (0,) * len(prompts) if kept is None else kept.reused
     embeds_BRD, mask_BL = pad_prompts(backbone, prompts, reused)
@@ -211,18 +211,6 @@ def _check(backbone: Backbone, prompts: Sequence[Prompt], steps: int) -> list[in
         raise ConfigError(f"model {backbone.name!r} got an empty prompt", "give the agent a prompt")
     backbone.check_fits(max(lengths), max(steps - 1, 0), "latent steps fed back")
     return lengths
-
-
-def _gaps_break_window(
-    backbone: Backbone, lengths: Sequence[int], reused: Sequence[int], mask_BK: Tensor, steps: int
-) -> bool:
-    """A sliding window counts columns of the cache, so a gap between a row's tokens is only harmless while the whole
-    row fits the window."""
-    rests = [length - count for length, count in zip(lengths, reused, strict=True)]
-    width = mask_BK.shape[1] + max(rests) + steps
-    if backbone.sliding_window is None or width <= backbone.sliding_window:
-        return False
-    return len(set(rests)) > 1 or not bool(mask_BK[:, -1].all())
 
 
 def _finish(backbone: Backbone, states_BmD: Tensor, lengths: Sequence[int], reused: Sequence[int]) -> Rollout:
