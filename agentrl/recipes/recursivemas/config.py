@@ -173,6 +173,7 @@ class RecursiveConfig(Section):
         False, description="rescale link outputs to the receiver's mean token-embedding norm; off in released weights"
     )
     max_batch: int = Field(16, ge=1, description="questions that think together")
+    sample: str | None = Field(None, description="what infer asks where no question is given; none: the data's first")
     tool_loop: ToolLoopConfig = ToolLoopConfig()
     train: TrainConfig = TrainConfig()
     decodes: int = Field(1, ge=1, description="eval: answers sampled from each question's latents; pass@k counts any")

@@ -113,7 +113,7 @@ async def answer_tasks(
 
 
 def infer(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
-    """Answer `--question`, or every row of `--input`; without either, the first question of the recipe's held-out set.
+    """Answer `--question`, or every row of `--input`; without either, the recipe's sample.
 
     Returns answers in the order asked with their counts, the trace per round, and timings with load apart; the
     trajectories lie in the run folder. Raises `DataError` for an input file that is malformed, naming the line, and
@@ -140,7 +140,9 @@ def asked(recipe: RecursiveRecipe, question: str | None, file: Path | None) -> l
 
 
 def sample_questions(recipe: RecursiveRecipe) -> list[Task]:
-    """The first question of the held-out set, or of the training one. Raises `DataError` where neither is named."""
+    """The recipe's sample, or the first question of its held-out or training set. Raises `DataError` without any."""
+    if recipe.recursivemas.sample is not None:
+        return [Task("sample", recipe.recursivemas.sample)]
     for dataset in (recipe.data.eval, recipe.data):
         if dataset.path is not None:
             return load_tasks(dataset)[:1]
@@ -159,14 +161,14 @@ async def _infer(recipe: RecursiveRecipe, options: VerbOptions, run: Run, tasks:
     torch.set_num_threads(plan(recipe.launch, detect()).threads)
     start = time.perf_counter()
     loaded = load_system(recipe)
-    load_s = time.perf_counter() - start
     if not loaded.links.trained:
         options.progress.note(UNTRAINED)
     refuse_long(recipe, loaded, tasks)
-    begin = time.perf_counter()
     async with open_decoder(recipe, loaded) as decoder:
+        begin = time.perf_counter()
         batches = await answer_tasks(recipe, loaded, decoder, tasks, "infer", progress=options.progress)
-    total_s = time.perf_counter() - begin
+        total_s = time.perf_counter() - begin
+    load_s = begin - start
     scored = [trajectory for batch in batches for trajectory in trajectories(recipe, batch)]
     writer = run.open_step(0)
     writer.commit(untrained_records(scored))
