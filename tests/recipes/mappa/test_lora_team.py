@@ -190,3 +190,19 @@ def test_an_adapter_is_exported_as_it_is_or_merged_into_a_whole_model(cli, folde
     assert cli("mars", "train", "mars-embedded", "--smoke", "--name", "full", sets=(*MARS, "model.mode=full")).code == 0
     cli("export", "full", "new", "--merge").two_lines(2, "--merge: this policy is whole weights", "leave --merge out")
     assert not (folder / "new").exists()
+
+
+@pytest.mark.slow
+def test_adapters_train_on_two_ranks_as_on_one(cli, rules):
+    from safetensors.torch import load_file
+
+    rounding = ("optim.lr=0.00001", "optim.mini_batch=4", "rollout.questions_per_step=4", "mappa.kl_coef=0.1")
+    for name, ranks in (("one", 1), ("two", 2)):
+        sets = (*TEAM, *rounding, "coach.rules=lora_rules:by_length", f"launch.ranks={ranks}")
+        done = cli("mappa", "train", "smoke/mappa", "--steps", "2", "--name", name, sets=sets)
+        assert done.code == 0, done
+    for policy in NAMES:
+        place = f"checkpoints/latest/policies/{policy}/adapter_model.safetensors"
+        one, two = (load_file(rules / "runs" / name / place) for name in ("one", "two"))
+        assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-6
+        assert max(float(t.abs().max()) for n, t in one.items() if "lora_B" in n) > 1e-5
