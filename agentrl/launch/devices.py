@@ -52,10 +52,9 @@ class Hardware:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where one run goes. `gpus` are indices of visible GPUs, empty on the CPU; `native_bf16` tells whether bfloat16 is
-    computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is
-    free memory, or the memory of the planned GPUs together. `ranks` trainer processes, the
-    driver among them, have `rank_threads` each while all compute; the driver has `threads` elsewhere. On GPUs rank r
-    uses GPU r."""
+    computed by the device itself (elsewhere it is emulated: correct and slow). `available_bytes` is free memory, or the
+    memory of the planned GPUs together. `ranks` trainer processes, the driver among them, have `rank_threads` each
+    while all compute; the driver has `threads` elsewhere. On GPUs rank r uses GPU r."""
 
     device: Literal["cpu", "cuda"]
     gpus: tuple[int, ...]

@@ -161,7 +161,8 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     try:
         placed = plan(recipe.launch, hardware)
     except ConfigError as error:
-        yield Finding("error", "launch.threads", error.cause, error.fix)
+        key = "launch.ranks" if error.cause.startswith("launch.ranks") else "launch.threads"
+        yield Finding("error", key, error.cause, error.fix)
         return
     except MissingError as error:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)

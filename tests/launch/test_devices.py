@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.config.schema import LaunchConfig
-from agentrl.errors import MissingError
+from agentrl.errors import ConfigError, MissingError
 from agentrl.launch.devices import GIB, Gpu, Hardware, detect, plan, visible_gpus
 
 CPU = Hardware(cores=2, memory_bytes=8 * GIB, cpu_bf16=True)
@@ -79,6 +79,20 @@ def test_cuda_visible_devices_hides_and_reorders(visible: str | None, names: lis
 def test_a_listing_is_read_whole_and_rubbish_is_no_gpu() -> None:
     assert visible_gpus(LISTING, None)[1] == Gpu(1, "NVIDIA Y", 16 * GIB, (7, 5))
     assert visible_gpus("Failed to initialize NVML: Driver mismatch\n", None) == ()
+
+
+def test_ranks_share_the_cores_and_need_a_gpu_each() -> None:
+    four = Hardware(4, GIB)
+    shared = plan(LaunchConfig(ranks=2), four)
+    assert (shared.ranks, shared.threads, shared.rank_threads) == (2, 4, 2)
+    assert plan(LaunchConfig(ranks=2, threads=3), four).rank_threads == 3
+    assert plan(LaunchConfig(ranks=5), four).rank_threads == 1
+    with pytest.raises(ConfigError, match=r"launch.ranks is 4: 20 threads are more than 16"):
+        plan(LaunchConfig(ranks=4, threads=5), Hardware(4, GIB))
+    gpu = Hardware(64, GIB, gpus=(Gpu(0, "X", GIB, (9, 0)), Gpu(1, "X", GIB, (9, 0))), torch_cuda="13.0")
+    assert plan(LaunchConfig(ranks=2), gpu).ranks == 2
+    with pytest.raises(ConfigError, match=r"launch.ranks is 3, but the run has 2 GPUs"):
+        plan(LaunchConfig(ranks=3), gpu)
 
 
 def test_this_machine_can_be_looked_at() -> None:
