@@ -46,6 +46,18 @@ EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
             corpus=None,
             sizes={"train": 400, "eval": 100},
         ),
+        "channel": EmbeddedSet(
+            description="one of 96 code words, told in a note ({task.note}); wordings and animals are held out",
+            tasks="agentrl.data.channel:code_words",
+            corpus=None,
+            sizes={"train": 1920, "eval": 480},
+        ),
+        "channel-numbers": EmbeddedSet(
+            description="numbers of 1 to 6 digits, told in such a note",
+            tasks="agentrl.data.channel:numbers",
+            corpus=None,
+            sizes={"train": 3000, "eval": 600},
+        ),
         "dsbench-sklearn": EmbeddedSet(
             description="modelling tasks on scikit-learn's bundled data sets, laid out as DSBench: CSVs to learn from",
             tasks="agentrl.data.sklearn_suite:generate",
