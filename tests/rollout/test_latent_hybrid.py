@@ -6,9 +6,18 @@ import asyncio
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
 
 from agentrl.errors import ConfigError
+from agentrl.models import load_model
 from agentrl.rollout.engine import load_tokenizer
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf import HFEngine
@@ -129,6 +138,61 @@ def test_t9_greedy_text_is_the_same_alone_and_in_a_batch_that_shrinks(model, tin
 
     together = asyncio.run(run(requests()))
     assert together == [asyncio.run(run([request]))[0] for request in requests()]
+
+
+TEXT = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32}
+QWEN = {"num_key_value_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def _qwen_with_eyes():
+    config = Qwen3_5Config(
+        text_config={**TEXT, **QWEN, "num_hidden_layers": 4, "linear_num_value_heads": 4},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _gemma_with_eyes():
+    config = Gemma3Config(
+        text_config={
+            **TEXT,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": GEMMA_LAYERS,
+            "sliding_window": 16,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_index=500,
+        boi_token_index=501,
+        eoi_token_index=502,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [_qwen_with_eyes, _gemma_with_eyes])
+def test_a_published_folder_with_a_vision_tower_thinks_by_its_text_part(make, link, tmp_path):
+    torch.manual_seed(0)
+    whole = make().eval()
+    whole.save_pretrained(tmp_path)
+    backbone = Backbone("eyes", load_model(tmp_path, "float32"))
+    cached = latent_rollout(backbone, PROMPTS, link, STEPS)
+    alone = torch.cat([latent_rollout_without_cache(backbone, [p], link, STEPS).states_BmD for p in PROMPTS])
+    assert _rel(cached.states_BmD, alone) < 1e-4
+    ids = torch.tensor([PROMPTS[0].ids])
+    with torch.no_grad():
+        torch.testing.assert_close(backbone.model(ids).logits, whole(ids).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_layers_of_another_kind_are_refused_by_name():
