@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.data.dsbench import ANSWERS, SAMPLE, TEST, TRAIN, dsbench_tasks
+from agentrl.errors import ConfigError
 from agentrl.files import home, install_folder
 from agentrl.types import Task
 
@@ -83,8 +84,13 @@ def prepared() -> Path:
 
 
 def generate(split: str, n: int, seed: int = 0) -> list[Task]:
-    """The first `n` tasks of a split, those of both kinds by turns; always the same ones, whatever the seed."""
+    """The first `n` tasks of a split, those of both kinds by turns; always the same ones, whatever the seed.
+
+    Raises `ConfigError` when the split has fewer than `n`.
+    """
     tasks = dsbench_tasks(prepared(), split)
+    if n > len(tasks):
+        raise ConfigError(f"data.limit: {n} is more than the {len(tasks)} {split} tasks", "lower data.limit")
     kinds = {kind: [t for t in tasks if t.info["kind"] == kind] for kind in ("classification", "regression")}
     place = {t.id: (i + 0.5) / len(mine) for mine in kinds.values() for i, t in enumerate(mine)}
     return sorted(tasks, key=lambda task: place[task.id])[:n]

@@ -194,6 +194,8 @@ def test_m32_the_suites_held_out_tasks_share_no_data_set_with_the_others(suite):
     assert overlap(train, held) == []
     first = [task.info["kind"] for task in load_tasks(DatasetConfig(path="dsbench-sklearn", split="eval", limit=2))]
     assert sorted(first) == ["classification", "regression"]
+    with pytest.raises(ConfigError, match=r"data\.limit: 9 is more than the 8 eval tasks"):
+        load_tasks(DatasetConfig(path="dsbench-sklearn", split="eval", limit=9))
 
 
 def test_prepare_prints_the_folder_that_data_path_may_name(suite, monkeypatch, capsys):
