@@ -3,8 +3,8 @@ asynchronous engine, on CPU or GPU.
 
 Prompts go in and ids come out as token ids. Every sampling value is sent explicitly, the seed is a function of the
 run's seed and the request's key, and the policy version in a completion is the actor's own count. There is no sleep:
-on CPU vLLM's is a silent no-op. Prompts with embeddings are refused, since they would cross processes, and because
-together with LoRA they crash vLLM on Llama-like models; so the engine may serve adapters, and never has both.
+on CPU vLLM's is a silent no-op. Prompts of embeddings are taken by an engine that was started for them (see
+`vllm_embeds`), and never by one that serves adapters: together they crash vLLM on Llama-like models.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agentrl.protocols import WeightSource
 from agentrl.rollout.engine import end_ids
 from agentrl.rollout.faults import PromptTooLongError
 from agentrl.rollout.vllm_actor import VLLMActor, describe
+from agentrl.rollout.vllm_embeds import has_embeddings, prompt_block, width_of
 from agentrl.rollout.vllm_fields import (
     check_output,
     engine_environment,
@@ -52,8 +53,10 @@ class VLLMEngine:
         seed: int,
         cluster: Cluster,
         adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+        embeds_dtype: str | None = None,
     ) -> None:
         self.actors: dict[str, Any] = {}
+        self._embeds_dtype = embeds_dtype
         self._engines: list[Any] = []
         self._adapters = dict(adapters)
         self._folders = dict(policies)
@@ -79,6 +82,7 @@ class VLLMEngine:
         max_model_len: int | None = None,
         address: str | None = None,
         adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+        prompt_embeds: bool = False,
         start_timeout_s: float = 600.0,
         debug: bool = False,
     ) -> VLLMEngine:
@@ -87,15 +91,19 @@ class VLLMEngine:
         Policies among `adapters` share the engine of their folder; each request names its adapter. `dtype` ("float32"
         or "bfloat16") and `max_model_len` count where `config` does not set them. `threads` are the CPU threads of each
         engine (none: all cores for one policy, an equal share for several); `gpus` how many GPUs
-        to use (none: all, 0 is for the CPU build only). Each phase may take `start_timeout_s`. Raises `MissingError`
+        to use (none: all, 0 is for the CPU build only). With `prompt_embeds` prompts may be one block of embeddings;
+        `ConfigError` together with adapters. Each phase may take `start_timeout_s`. Raises `MissingError`
         without the packages or the GPU that the installed build needs, and `EngineError` that names the phase when
         the start fails or takes too long. Whatever was started is gone when it raises.
         """
+        if prompt_embeds and adapters:
+            raise ConfigError("vLLM cannot take prompts of embeddings beside adapters", "use engine.kind: hf")
         build = installed_build()
         if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
             raise no_gpu()
         cluster = await _start_cluster(address, gpus, debug)
-        engine = cls(policies, seed=seed, cluster=cluster, adapters=adapters)
+        embeds_dtype = (config.dtype or dtype) if prompt_embeds else None
+        engine = cls(policies, seed=seed, cluster=cluster, adapters=adapters, embeds_dtype=embeds_dtype)
         groups = share_models(policies, adapters)
         try:
             num_gpus = cluster.num_gpus if build == "gpu" else 0
@@ -116,6 +124,7 @@ class VLLMEngine:
                     max_model_len=max_model_len,
                     gpu_share=share,
                     adapters=[adapters[name].lora for name in group if name in adapters],
+                    prompt_embeds=prompt_embeds,
                 )
                 await engine._start_actor(group, fields, environment, share, start_timeout_s)
                 await engine._load_first_adapters(group)
@@ -130,22 +139,22 @@ class VLLMEngine:
         `ConfigError` for a request that vLLM cannot serve as it is, `EngineError` when the engine is dead."""
         self._check(request.policy)
         policy, sampling = request.policy, request.sampling
-        ids = prompt_ids(request.prompt)
-        window = self._windows[policy]
-        if len(ids) >= window:
-            raise PromptTooLongError(len(ids), window)
+        prompt = self._sent(request)
+        length, window = len(prompt), self._windows[policy]
+        if length >= window:
+            raise PromptTooLongError(length, window)
         grammar = self._grammar(policy) if sampling.grammar is not None else None
         if grammar is not None and sampling.grammar is not None:
             grammar.matcher(sampling.grammar)  # a grammar that does not compile is the user's fault, told here
         fields = sampling_fields(
             sampling,
             seed=request_seed(self._seed, request.key),
-            room=window - len(ids),
+            room=window - length,
             end_ids=(*self._end_ids[policy], *(grammar.eos_ids if grammar else ())),
         )
         self._in_flight[policy] += 1
         try:
-            out = await self._call(policy, self.actors[policy].generate.remote(policy, list(ids), fields), "sampling")
+            out = await self._call(policy, self.actors[policy].generate.remote(policy, prompt, fields), "sampling")
         finally:
             self._in_flight[policy] -= 1
         if "invalid" in out:
@@ -164,6 +173,15 @@ class VLLMEngine:
             finish_reason=out["finish_reason"],
             policy_version=out["policy_version"],
         )
+
+    def _sent(self, request: Request) -> Any:
+        """What the actor gets: a list of ids, or a tensor (L, D)."""
+        if self._embeds_dtype is None or not has_embeddings(request.prompt):
+            return list(prompt_ids(request.prompt))
+        import torch
+
+        width = width_of(self._folders[request.policy])
+        return prompt_block(request.prompt, width, getattr(torch, self._embeds_dtype))
 
     async def load_weights(self, policy: str, version: int, source: WeightSource, *, timeout_s: float = 600.0) -> int:
         """Replace a policy's weights, forget cached prefixes, and return the version that the actor now serves.

@@ -54,10 +54,11 @@ class VLLMActor:
         await self._engine.collective_rpc("renew_heads")
         return {"max_model_len": int(self._engine.model_config.max_model_len)}
 
-    async def generate(self, policy: str, prompt_ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
-        """Sample one completion, with the policy's adapter if it has one. `invalid` in the answer says that vLLM
-        refuses the request itself."""
+    async def generate(self, policy: str, given: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        """Sample one completion of the `given` token ids or embeddings (L, D), with the policy's adapter if it has one.
+        `invalid` in the answer says that vLLM refuses the request itself."""
         from vllm import SamplingParams, TokensPrompt
+        from vllm.inputs import EmbedsPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if policy in self._loading:
@@ -72,7 +73,8 @@ class VLLMActor:
                 **{**fields, "structured_outputs": StructuredOutputsParams(**grammar) if grammar else None},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+            ids = isinstance(given, list)
+            prompt = TokensPrompt(prompt_token_ids=given) if ids else EmbedsPrompt(prompt_embeds=given)
             async for output in self._engine.generate(prompt, params, f"request-{self._count}", lora_request=adapter):
                 final = output
         except ValueError as fault:

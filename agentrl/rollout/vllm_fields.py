@@ -33,7 +33,9 @@ def prompt_ids(prompt: Prompt) -> tuple[int, ...]:
     try:
         ids = prompt.ids
     except ValueError as fault:
-        raise ConfigError("the vllm engine takes token ids only", "use engine.kind: hf for latent prompts") from fault
+        raise ConfigError(
+            "this vllm engine takes token ids only", "start it with prompt_embeds, or use engine.kind: hf"
+        ) from fault
     if not ids:
         raise ConfigError("a prompt is empty", "give the agent a prompt")
     return ids
@@ -94,13 +96,14 @@ def engine_fields(
     max_model_len: int | None,
     gpu_share: float,
     adapters: Sequence[LoraConfig | None] = (),
+    prompt_embeds: bool = False,
 ) -> dict[str, Any]:
     """vLLM's `AsyncEngineArgs` fields for one policy, or for those that share one model through `adapters` (None: the
     model alone).
 
     `raw_logprobs` are a log-softmax of the logits after the grammar's mask and before temperature, top-k and top-p:
     the behaviour log-probabilities. The model's generation config is not read. With less than one GPU per policy the
-    default memory share is divided.
+    default memory share is divided. With `prompt_embeds` no prefix is kept: all blocks look alike by their ids.
     """
     fields: dict[str, Any] = {
         "model": str(folder),
@@ -114,8 +117,8 @@ def engine_fields(
         "logprobs_mode": "raw_logprobs",
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": "agentrl.rollout.vllm_worker.WorkerExtension",
-        "enable_prefix_caching": True,
-        "enable_prompt_embeds": False,
+        "enable_prefix_caching": not prompt_embeds,
+        "enable_prompt_embeds": prompt_embeds,
         "enable_sleep_mode": False,
         "disable_log_stats": True,
         "tensor_parallel_size": 1,

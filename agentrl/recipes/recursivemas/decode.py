@@ -1,23 +1,25 @@
 """The only text of a run: what the decoder samples from its last prompt, latents in their slots.
 
-Through the hf engine on the model that also thought, so nothing is loaded twice. Where the recipe gives the decoder
-tools, it calls them here and only here (see `tool_loop`).
+Through the hf engine on the model that also thought, so nothing is loaded twice, or through vLLM (see `vllm_decode`).
+Where the recipe gives the decoder tools, it calls them here and only here (see `tool_loop`).
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
 from agentrl.config.schema import EngineConfig, SamplingConfig
+from agentrl.protocols import Tool
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.tool_loop import Said, ToolLoop
-from agentrl.recipes.session import chosen, make_tools
+from agentrl.recipes.recursivemas.vllm_decode import VLLMDecode
+from agentrl.recipes.session import chosen, make_tools, refuse_open_sandbox
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf import HFEngine
 from agentrl.types import Action, Key, Prompt, Request, Sampling, Task
@@ -30,7 +32,14 @@ _LETTER = re.compile(r"\(?([A-Z])\)?(?:[.:)\s]|$)")
 class Decoder:
     """Answers prompts in the role of the graph's decoder."""
 
-    def __init__(self, recipe: RecursiveRecipe, loaded: Loaded, engine: HFEngine, gate: Gate) -> None:
+    def __init__(
+        self,
+        recipe: RecursiveRecipe,
+        loaded: Loaded,
+        engine: HFEngine | VLLMDecode,
+        gate: Gate,
+        tools: Mapping[str, Tool],
+    ) -> None:
         self._graph = loaded.system.graph
         self._policy = recipe.agents[self._graph.decoder].policy
         self._sampling = sampling_of(recipe.decoder.sampling)
@@ -39,8 +48,7 @@ class Decoder:
         agent = loaded.system.agents[self._graph.decoder]
         self._format = agent.chat.format
         self._loop: ToolLoop | None = None
-        if recipe.decoder.tools:
-            tools = chosen(make_tools(recipe), recipe.decoder.tools)
+        if tools:
             window = min(agent.backbone.window, recipe.engine.max_model_len or agent.backbone.window)
             self._loop = ToolLoop(tools, recipe.recursivemas.tool_loop, self._format, window)
 
@@ -74,14 +82,25 @@ class Decoder:
 
 @asynccontextmanager
 async def open_decoder(recipe: RecursiveRecipe, loaded: Loaded) -> AsyncIterator[Decoder]:
-    """The decoder on an engine that serves its model alone, closed in every way the body can end."""
+    """The decoder on an engine that serves its model alone, closed in every way the body can end.
+
+    Raises `MissingError` where the recipe's Python tool cannot be isolated, and as the engine's start.
+    """
     gate = Gate()
-    policy = recipe.decoder.policy
-    engine = HFEngine({policy: loaded.policies[policy]}, seed=recipe.run.seed, gate=gate, **_options(recipe.engine))
+    tools = chosen(make_tools(recipe), recipe.decoder.tools)
+    await refuse_open_sandbox(tools)
+    engine = await _open_engine(recipe, loaded, gate)
     try:
-        yield Decoder(recipe, loaded, engine, gate)
+        yield Decoder(recipe, loaded, engine, gate, tools)
     finally:
         await engine.close()
+
+
+async def _open_engine(recipe: RecursiveRecipe, loaded: Loaded, gate: Gate) -> HFEngine | VLLMDecode:
+    policy = recipe.decoder.policy
+    if recipe.engine.kind == "vllm":
+        return await VLLMDecode.start(recipe, loaded.system.agents[loaded.system.graph.decoder].backbone)
+    return HFEngine({policy: loaded.policies[policy]}, seed=recipe.run.seed, gate=gate, **_options(recipe.engine))
 
 
 def _options(engine: EngineConfig) -> dict[str, int | bool | None]:
