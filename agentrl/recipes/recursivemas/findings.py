@@ -30,6 +30,10 @@ def findings(recipe: RecursiveRecipe) -> Iterator[Remark]:
     if recipe.reward is not None and recipe.reward not in known and (why := missing_callable(recipe.reward)):
         cause = f"{recipe.reward!r} is neither {', '.join(known)} nor a function: {why}"
         yield "error", "reward", f"{cause}; name one of them, or module:function (the current folder is searched too)"
+    decoder = recipe.recursivemas.graph.decoder
+    if recipe.recursivemas.style == "deliberation" and not recipe.decoder.tools:
+        cause = "none, but the prompts of this style offer Python and search"
+        yield "warning", f"agents.{decoder}.tools", f"{cause}; name python and search, and set up tools.search.corpus"
     configs = _model_configs(recipe)
     yield from _links(recipe, configs)
     yield from _windows(recipe, configs)

@@ -296,3 +296,11 @@ def test_tools_without_effect_are_refused_by_key(change, words):
     data = json.loads(_recipe().model_dump_json(exclude_unset=True))
     with pytest.raises(ValueError, match=words):
         RecursiveRecipe.model_validate_json(json.dumps({**data, **change}), strict=True)
+
+
+def test_check_warns_of_a_deliberation_without_tools():
+    data = json.loads(_recipe().model_dump_json(exclude_unset=True))
+    without = RecursiveRecipe.model_validate_json(json.dumps({**data, "tools": {}, "agents": {}}), strict=True)
+    told = [(level, key) for level, key, _ in without.findings()]
+    assert ("warning", "agents.caller.tools") in told
+    assert ("warning", "agents.caller.tools") not in [(level, key) for level, key, _ in _recipe().findings()]
