@@ -18,6 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from agentrl.types import Task
 TRAIN, TEST, SAMPLE, ANSWERS = "train.csv", "test.csv", "sample_submission.csv", "test_answer.csv"
 SPLITS = ("train", "eval")
 _HELD_OUT_OF_A_KIND = 4
+_ROWS_LOOKED_AT = 20_000
 _KEYS = frozenset(("metric", "kind", "id_column", "targets", "baseline", "best", "split", "dataset"))
 _LAYOUT = "it needs data/task/NAME.txt, data/data_resplit/NAME/train.csv and data/answers/NAME/test_answer.csv"
 _TARGET = re.compile(r"""['"]--value['"].*?default\s*=\s*['"]([^'"]+)['"]""")
@@ -136,10 +138,11 @@ def _task(base: Path, name: str, given: Mapping[str, Any]) -> Task:
 
 
 def _answers(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the columns of the hidden answers."""
+    """The header and the columns of the hidden answers, as many rows of them as tell what kind they are."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [[cell.strip() for cell in row] for row in csv.reader(file, strict=True) if any(row)]
+            lines = islice((row for row in csv.reader(file, strict=True) if any(row)), _ROWS_LOOKED_AT)
+            rows = [[cell.strip() for cell in row] for row in lines]
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: no CSV: {error}", "get the file again") from error
     if len(rows) < 2 or len(rows[0]) < 2 or any(len(row) != len(rows[0]) for row in rows):

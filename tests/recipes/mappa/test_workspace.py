@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 
@@ -16,8 +17,6 @@ from agentrl.types import Task
 
 @pytest.fixture(scope="module")
 def python() -> PythonTool:
-    import asyncio
-
     tool = PythonTool(PythonToolConfig(timeout_s=20.0))
     try:
         asyncio.run(tool.sandbox.probe())
@@ -89,6 +88,8 @@ def test_m22_a_program_that_never_ends_is_a_timeout_that_agent_and_coach_hear_of
         pytest.skip("no sandbox here")
     assert "stopped after 1 seconds" in done.coach.views[0].feedback
     assert done.only.trajectory.turns[0].observation.error in ("timeout", "cpu")
+    ended = asyncio.run(tool.call({"code": "while True: pass"}))
+    assert ended.info["wall_s"] <= tool.config.timeout_s + 2
 
 
 @pytest.mark.parametrize(
