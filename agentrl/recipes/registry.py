@@ -50,6 +50,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                     "eval": "agentrl.recipes.mappa.evaluate:evaluate",
                     "infer": "agentrl.recipes.mappa.infer:infer",
                     "rollout": "agentrl.recipes.mappa.rollout:rollout",
+                    "coach-eval": "agentrl.recipes.mappa.coach_eval:coach_eval",
                     "preview": "agentrl.recipes.mappa.preview:preview",
                 }
             ),
@@ -105,6 +106,8 @@ class VerbOptions:
     checkpoint: str | None = None
     question: str | None = None
     input_file: Path | None = None
+    split: str | None = None
+    repeats: int = 1
     quiet: bool = False
     json_output: bool = False
     debug: bool = False

@@ -36,25 +36,34 @@ Place = tuple[int, int, int, int]
 
 
 @asynccontextmanager
-async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
-    """The recipe's coach, closed at the end, with an engine of its own where it is a local model.
+async def open_coach(recipe: MappaRecipe) -> AsyncIterator[Coach]:
+    """The coach that the recipe names, closed at the end, with an engine of its own where it is a local model.
 
     Raises `ConfigError` for a bad rule or template, `MissingError` without the service's key or the model.
     """
-    config, engine, chat = recipe.coach, None, None
+    config, engine, chat, coach = recipe.coach, None, None, None
     if config.kind == "local" and config.replay is None:
         assert config.model is not None
         engine, chat = _local(config.model, recipe.run.seed)
-    coaching = None
     try:
         coach = make_coach(config, load=named_function, engine=engine, chat=chat, seed=recipe.run.seed)
-        coaching = Coaching(recipe, coach)
-        yield coaching
+        yield coach
     finally:
-        if coaching is not None:
-            await coaching.close()
+        if isinstance(coach, LLMCoach):
+            await coach.close()
         if engine is not None:
             await engine.close()
+
+
+@asynccontextmanager
+async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
+    """The recipe's coach at work. Raises as `open_coach`."""
+    async with open_coach(recipe) as coach:
+        coaching = Coaching(recipe, coach)
+        try:
+            yield coaching
+        finally:
+            await coaching.close()
 
 
 def _local(model: str, seed: int) -> tuple[Engine, Chat]:
@@ -110,15 +119,13 @@ class Coaching:
         )
 
     async def close(self) -> None:
-        """Stop what still runs, and close the coach."""
+        """Stop what still runs."""
         tasks = [task for places in self._running.values() for task in places.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._running.clear()
         self._acted.clear()
-        if isinstance(self._coach, LLMCoach):
-            await self._coach.close()
 
     async def _score(self, view: CoachView, task: Task) -> Score:
         config = self._recipe.coach
