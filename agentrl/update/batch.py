@@ -40,7 +40,8 @@ class TrainBatch:
     (1,1,T,T) for a tree). The per-token fields list every trained token of every sample, so a tree node that two
     samples train stands twice; `places` holds what predicts them, which such tokens share (its cells are b*T + t).
     `sample_N` and `token_N` say whose token it is. `old_N` is NaN where the update's own forward decides,
-    `reference_N` where no reference was asked.
+    `reference_N` where no reference was asked. Of the `num_cells` computed, `num_filled` hold a token and no padding;
+    the samples have `num_tokens`, more where they share prefixes.
     """
 
     part: str
@@ -57,6 +58,7 @@ class TrainBatch:
     sample_N: tuple[int, ...]
     token_N: tuple[int, ...]
     num_tokens: int
+    num_filled: int
     num_cells: int
 
     @property
@@ -203,6 +205,7 @@ def _batch(
         sample_N=tuple(tokens.sample),
         token_N=tuple(tokens.token),
         num_tokens=sum(map(len, sequences)),
+        num_filled=len({node for path in nodes for node in path}),
         num_cells=ids_BT.numel(),
         **{f"{name}_N": torch.tensor(values, device=device) for name, values in tokens.values.items()},
     )

@@ -32,7 +32,11 @@ GAP_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one update did. `old` holds, per sample and token index, the trainer's log-probability before it."""
+    """What one update did. `old` holds, per sample and token index, the trainer's log-probability before it.
+
+    Of the metrics, `pack/fill` is the share of computed cells that hold a token, in (0, 1], and `pack/shared` the share
+    of the samples' tokens, in [0, 1), that need no cell of their own because others of the row begin alike.
+    """
 
     metrics: Mapping[str, float | None]
     stats: StepStats | None
@@ -48,6 +52,7 @@ class Tally:
     clipped: dict[str, int] = field(default_factory=dict)
     active: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
+    filled: int = 0
     cells: int = 0
     trained: int = 0
     mismatch: KlStats | None = None
@@ -60,6 +65,7 @@ class Tally:
         stats = mismatch_kl(batch.behaviour_N, logprobs.plain_N, ~batch.constrained_N)
         self.mismatch = _both(self.mismatch, stats)
         self.tokens += batch.num_tokens
+        self.filled += batch.num_filled
         self.cells += batch.num_cells
 
     def merge(self, other: Tally, indices: Sequence[int]) -> None:
@@ -72,6 +78,7 @@ class Tally:
         for part, loss in other.loss.items():
             self.loss[part] = self.loss.get(part, 0.0) + loss
         self.tokens += other.tokens
+        self.filled += other.filled
         self.cells += other.cells
         self.trained += other.trained
         self.mismatch = _both(self.mismatch, other.mismatch)
@@ -257,7 +264,8 @@ def _metrics(
         "mismatch/tokens": 0 if gap is None else gap.count,
         "tokens/trained": tally.trained,
         "tokens/computed": tally.cells,
-        "pack/fill": tally.tokens / tally.cells if tally.cells else None,
+        "pack/fill": tally.filled / tally.cells if tally.cells else None,
+        "pack/shared": 1 - tally.filled / tally.tokens if tally.tokens else None,
         "samples/moving": moving,
         "samples/idle": idle,
         "steps/skipped": 0 if stats is None or stats.applied else 1,

@@ -32,7 +32,11 @@ def test_a_tree_computes_a_shared_beginning_once_and_keeps_branches_apart(make_c
     assert batch.positions_BT.tolist() == [[*range(12), 11, 12]]
     mask_TT = batch.mask[0, 0]
     assert mask_TT[13].nonzero()[:, 0].tolist() == [*range(11), 12, 13]  # not the other branch's token 11
-    assert (batch.num_tokens, batch.num_cells) == (25, 14)
+    assert (batch.num_tokens, batch.num_filled, batch.num_cells) == (25, 14, 14)
+    (side_by_side,) = pack([one, two], capacity=100, layout="packed")
+    assert (side_by_side.num_tokens, side_by_side.num_filled, side_by_side.num_cells) == (25, 25, 25)
+    (padded,) = pack([one, two], capacity=100, layout="padded")
+    assert (padded.num_tokens, padded.num_filled, padded.num_cells) == (25, 25, 26)
     # Both predict their first token at the stem's end, and the second at the shared token 1: two places, four tokens.
     assert len(batch.places.hidden_U) == 3
     assert batch.places.target_N.tolist() == [1, 2, 1, 3, 4]

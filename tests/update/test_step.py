@@ -189,6 +189,17 @@ def test_m5_the_parts_add_up_and_neither_depends_on_the_other(make_policy, famil
     assert all(torch.equal(total[n], again[n]) for n in total)  # statistics change no training
 
 
+@pytest.mark.parametrize("layout", ["tree", "packed", "padded"])
+def test_fill_and_sharing_are_shares(make_policy, family, layout):
+    policy = make_policy()
+    _shape(policy, layout, 256)
+    metrics = update_policy(policy, family(24), PLAIN).metrics
+    fill, shared = metrics["pack/fill"], metrics["pack/shared"]
+    assert fill == 1.0 if layout != "padded" else 0 < fill < 1
+    assert 0.3 < shared < 1 if layout == "tree" else shared == 0.0
+    assert metrics["tokens/computed"] * fill == pytest.approx(sum(len(c.sample.ids) for c in family(24)) * (1 - shared))
+
+
 def test_l6_one_optimiser_step_sees_both_parts(make_policy, family):
     policy = make_policy(lr=1e-3)
     result = update_policy(policy, family(9), PLAIN)
