@@ -21,8 +21,8 @@ from agentrl.config.schema import (
     SamplingConfig,
     Section,
 )
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 
-SYSTEM2, SYSTEM1 = "system2", "system1"
 ANSWER_NOW = "No more tool calls are possible. Give your answer now: <answer>ANSWER</answer>"
 
 

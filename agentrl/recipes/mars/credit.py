@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from agentrl.algo.advantage import group_advantages
 from agentrl.algo.sampling import balance_counts, weighted_balance_counts
 from agentrl.algo.weights import sequence_mean_weights, token_mean_weights
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig
+from agentrl.recipes.mars.config import MarsConfig
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import CreditedSample, Sample, ScoredSample
 
 

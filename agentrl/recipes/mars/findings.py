@@ -12,8 +12,9 @@ from agentrl.models import find
 from agentrl.preflight.check import missing_callable
 from agentrl.protocols import Tool
 from agentrl.recipes.canned import canned_tools
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.config import MarsRecipe
 from agentrl.recipes.mars.prompts import system1_messages, system2_messages
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.workflow import MIN_CAPACITY
 
 Remark = tuple[str, str, str]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from agentrl.recipes.collect import total_counts
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.credit import Credit
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import MaskReason, ScoredTrajectory
 from agentrl.update.step import UpdateResult, has_effect
 
@@ -19,7 +19,11 @@ _GIVEN = (MaskReason.PROMPT, MaskReason.WORLD)
 def mars_metrics(
     scored: Sequence[ScoredTrajectory], credit: Credit, results: Mapping[str, UpdateResult], kl_coef: float
 ) -> dict[str, float | None]:
-    """One flat mapping. With several policies the shared names carry `/<policy>`; without, they stand bare."""
+    """One flat mapping. With several policies the shared names carry `/<policy>`; without, they stand bare.
+
+    `mars/bins_per_call` is the mean number of bins of a call whose results System 1 read. Calls that were answered
+    without it (no results, a failed tool, raw results of at most `mars.bypass_tokens`) have none and are not in it.
+    """
     out: dict[str, float | None] = {}
     for name, result in results.items():
         suffix = "" if len(results) == 1 else f"/{name}"
@@ -33,7 +37,7 @@ def mars_metrics(
         "mars/tools_per_question": num_calls / len(scored) if scored else None,
         "mars/tool_errors": counts["tool_errors"],
         "mars/malformed_calls": counts["malformed_calls"],
-        "mars/bins_per_call": counts["bins"] / num_calls if num_calls else None,
+        "mars/bins_per_call": counts["bins"] / counts["distilled_calls"] if counts["distilled_calls"] else None,
         "mars/bins_per_trajectory": counts["bins"] / len(scored) if scored else None,
         "mars/bin_fill": counts["bin_tokens"] / counts["bin_capacity"] if counts["bin_capacity"] else None,
         "mars/truncated_tokens": counts["truncated_tokens"],

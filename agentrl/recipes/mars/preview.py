@@ -15,7 +15,8 @@ from agentrl.chat.format import ChatFormat
 from agentrl.data import load_tasks
 from agentrl.protocols import Tool
 from agentrl.recipes.canned import canned_tools, example_arguments
-from agentrl.recipes.mars.config import SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.config import MarsRecipe
+from agentrl.recipes.mars.roles import SYSTEM2
 from agentrl.recipes.mars.setup import make_workflow, samples_of, window
 from agentrl.recipes.previews import one_rollout, preview_of, refuse_absent_models, scripted_session
 from agentrl.recipes.registry import VerbOptions

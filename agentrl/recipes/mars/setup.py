@@ -9,8 +9,9 @@ from agentrl.chat.tool_calls import check_tag_tools
 from agentrl.config.schema import DatasetConfig
 from agentrl.data import load_tasks
 from agentrl.errors import DataError
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.config import MarsRecipe
 from agentrl.recipes.mars.prompts import tool_schemas
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.workflow import MarsWorkflow
 from agentrl.recipes.session import Session, chosen
 from agentrl.types import MaskReason, Sample, ScoredTrajectory, Task

@@ -24,7 +24,7 @@ from agentrl.config.schema import (
     ToolsConfig,
 )
 from agentrl.config.shipped import resolve_recipe
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 
 EMBEDDED = "mars-embedded"
 SHORT: dict[str, Any] = {

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from agentrl.chat.context import Chat, Context, Message
 from agentrl.chat.tool_calls import CallError, ParseResult, ToolCall, call_grammar, parse, usage, without_thinking
 from agentrl.protocols import Tool, ToolResult
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig, MarsRecipe
+from agentrl.recipes.mars.config import MarsConfig, MarsRecipe
 from agentrl.recipes.mars.packing import TextBin, cut_to, pack_results
 from agentrl.recipes.mars.prompts import (
     NO_RESULTS,
@@ -36,6 +36,7 @@ from agentrl.recipes.mars.prompts import (
     system2_messages,
     tool_schemas,
 )
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.voice import Voice
 from agentrl.rollout.runner import Context as Rollout
 from agentrl.types import (
@@ -261,6 +262,7 @@ class _Rollout:
         encode, decode = format_.encode_world, format_.decode
         bins = pack_results(self._items(result), capacity, w.separator, encode, decode, w.mars.packing)
         cut = sum(b.truncated_tokens for b in bins)
+        self.counts["distilled_calls"] += 1
         self.counts["bins"] += len(bins)
         self.counts["bin_tokens"] += sum(b.used for b in bins)
         self.counts["bin_capacity"] += capacity * len(bins)

@@ -19,7 +19,8 @@ from agentrl.chat.format import ChatFormat
 from agentrl.models import prepare
 from agentrl.protocols import ToolItem, ToolResult
 from agentrl.recipes.collect import jobs_for
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.config import MarsRecipe
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.workflow import MarsWorkflow
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.runner import run_jobs

@@ -6,8 +6,9 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import ToolItem, ToolResult
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig
+from agentrl.recipes.mars.config import MarsConfig
 from agentrl.recipes.mars.credit import assign
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.setup import samples_of
 from agentrl.recipes.session import chosen
 

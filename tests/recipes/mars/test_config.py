@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsRecipe
+from agentrl.recipes.mars.config import MarsRecipe
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.train import train
 from agentrl.recipes.registry import VerbOptions
 

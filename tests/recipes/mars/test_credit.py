@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2, MarsConfig
+from agentrl.recipes.mars.config import MarsConfig
 from agentrl.recipes.mars.credit import assign
 from agentrl.recipes.mars.metrics import untrained_reason
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import MaskReason
 
 

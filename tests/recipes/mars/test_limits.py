@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import Task
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.packing import cut_to, pack_results
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.workflow import MarsWorkflow
 
 WORDS = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.credit import assign
 from agentrl.recipes.mars.metrics import masked_tokens, untrained_reason
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import MaskReason, Trajectory
 
 SYNTAXES = ["hermes", "tag"]

@@ -165,7 +165,9 @@ def test_c2_every_step_logs_the_metrics_of_the_method(run):
         assert one["mars/grad_norm_s2"] > 0
         assert -1 <= one["mars/grad_cosine"] <= 1
         assert one["loss"] == pytest.approx(one["mars/loss_s1"] + one["mars/loss_s2"], abs=1e-6)
+        assert one["mars/bins_per_call"] >= 1
         assert 0 < one["mars/bin_fill"] <= 1
+        assert 0 < one["pack/fill"] <= 1
         assert one["tokens/masked/forced"] > 0
     lines = [json.loads(x) for x in (folder / "trajectories" / "step_000001.jsonl").read_text().splitlines()]
     masked = sum(m is False for t in lines for turn in t["turns"] for m in turn["loss_mask"])

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from agentrl.protocols import ToolItem, ToolResult
-from agentrl.recipes.mars.config import SYSTEM1, SYSTEM2
 from agentrl.recipes.mars.prompts import NO_RESULTS
+from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 from agentrl.types import Task
 
 
@@ -143,6 +143,7 @@ def test_r6_calls_per_bin_when_packed(roll, lab):
     assert sum(per_bin) == 7
     assert 1 < len(per_bin) < 7
     assert out.only.counts["bins"] == len(per_bin) == len({r.key.bin for r in out.asked(1)})
+    assert out.only.counts["distilled_calls"] == 1
 
 
 def test_r7_the_digest_does_not_depend_on_the_order_of_completion(roll, lab):
@@ -226,6 +227,6 @@ def test_short_results_may_skip_system_1(roll, lab):
     out = roll(lab.script([lab.call(), lab.ANSWER]), [lab.page_tool("a page")], mars={"bypass_tokens": 30})
     assert "a page" in out.prompts(0)[1]
     assert not out.asked(1)
-    assert out.only.counts.get("bins", 0) == 0
+    assert out.only.counts.get("bins", 0) == out.only.counts.get("distilled_calls", 0) == 0
     out = roll(lab.script([lab.call(), lab.ANSWER]), [lab.page_tool("a page " * 30)], mars={"bypass_tokens": 30})
     assert len(out.asked(1)) == 1
