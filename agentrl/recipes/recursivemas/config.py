@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -93,6 +93,9 @@ class TrainConfig(Section):
         None, description="outer: weight of the answer's loss from each round's prompt; none: the last round alone"
     )
     mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
+    inner_slots: Literal["empty", "text"] = Field(
+        "empty", description="inner: what stands in a prompt's slots: nothing, or the sender's known text"
+    )
     targets: dict[str, str] | None = Field(
         None, description="agent -> the column with its known text, or answer; none: the style's columns where there"
     )
@@ -108,7 +111,7 @@ class TrainConfig(Section):
         if self.stage == "inner":
             silent = ("form", "inner_too", "checkpointed", "round_weights", "leak_probe")
         else:
-            silent = ("mse_weight",) if self.stage == "outer" else ()
+            silent = ("mse_weight", "inner_slots") if self.stage == "outer" else ()
         for key in silent:
             if self.turned(key):
                 raise ValueError(f"{key}: has no effect with stage: {self.stage}")
@@ -144,6 +147,15 @@ class TextTeamConfig(Section):
         return self
 
 
+class SweepConfig(Section):
+    """What `agentrl recursivemas sweep` goes through: a training run and an evaluation for each pair. No other verb
+    reads it."""
+
+    latent_steps: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="values of m; none: the recipe's own")
+    seeds: tuple[int, ...] = Field((), description="values of run.seed; none: the recipe's own")
+    by: str | None = Field(None, description="a column of the data: accuracy is told for each of its values")
+
+
 class ToolLoopConfig(Section):
     """How the decoder's last answer calls tools (the recipe's `tools`, as `agents.DECODER.tools` names them)."""
 
@@ -176,6 +188,7 @@ class RecursiveConfig(Section):
     sample: str | None = Field(None, description="what infer asks where no question is given; none: the data's first")
     tool_loop: ToolLoopConfig = ToolLoopConfig()
     train: TrainConfig = TrainConfig()
+    sweep: SweepConfig = SweepConfig()
     decodes: int = Field(1, ge=1, description="eval: answers sampled from each question's latents; pass@k counts any")
     controls: Literal["all"] | tuple[Control, ...] = Field(
         (),

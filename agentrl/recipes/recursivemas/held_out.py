@@ -19,7 +19,7 @@ from agentrl.recipes.recursivemas.losses import inner_loss, outer_loss
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
 from agentrl.recipes.recursivemas.recursion import System, too_long
 from agentrl.recipes.recursivemas.setup import Loaded
-from agentrl.recipes.recursivemas.texts import Ids, Texts
+from agentrl.recipes.recursivemas.texts import Ids, Texts, known_text
 from agentrl.recipes.registry import Progress
 from agentrl.rollout.latent_answer import text_logprobs, text_states
 from agentrl.run import Run
@@ -137,20 +137,28 @@ def inner_held_out(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task
     for task in tasks:
         cosines = []
         for name, agent in system.agents.items():
-            prompts = inner_prompts(system, recipe, name, [task])
+            prompts = inner_prompts(system, recipe, name, [task], texts)
             cosines.append(1.0 - float(inner_loss(agent.backbone, agent.inner, prompts, texts.of(name, [task]))))
         items[task.id] = sum(cosines) / len(cosines)
     return HeldOut(items, {})
 
 
-def inner_prompts(system: System, recipe: RecursiveRecipe, agent: str, tasks: Sequence[Task]) -> list[Prompt]:
-    """What an inner link is trained behind: the role's prompt of round 1, its slots empty."""
-    config = recipe.recursivemas
-    text = config.prompt_of(agent, 1)
+def inner_prompts(
+    system: System, recipe: RecursiveRecipe, agent: str, tasks: Sequence[Task], texts: Texts
+) -> list[Prompt]:
+    """What an inner link is trained behind: the role's prompt of round 1, its slots empty or with what their agents'
+    known texts say."""
+    config, chat = recipe.recursivemas, system.agents[agent].chat
+    text, slots = config.prompt_of(agent, 1), config.slots_of(agent, 1)
     prompts = []
     for task in tasks:
-        runs = ids_around_slots(system.agents[agent].chat, config.system_of(agent), text, task, config.instruction)
-        prompts.append(Prompt.of([i for run in runs for i in run]))
+        runs = ids_around_slots(chat, config.system_of(agent), text, task, config.instruction)
+        ids = list(runs[0])
+        for source, run in zip(slots, runs[1:], strict=True):
+            if config.train.inner_slots == "text":
+                ids += chat.format.encode_world(known_text(config, texts.sources[source], task))
+            ids += run
+        prompts.append(Prompt.of(ids))
     return prompts
 
 

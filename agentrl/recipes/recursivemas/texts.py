@@ -87,11 +87,16 @@ def read_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -
         format_ = system.agents[agent].chat.format
         targets[agent] = {}
         for task in tasks:
-            text = _answer_text(config, task) if source == ANSWER else str(task.info[source])
+            text = known_text(config, source, task)
             ids = text_ids(format_, text)
             num_cut += len(ids) > limit
             targets[agent][task.id] = ids[:limit]
     return Texts(targets[config.graph.decoder], targets, sources, num_cut)
+
+
+def known_text(config: RecursiveConfig, source: str, task: Task) -> str:
+    """A task's text from a column, or its answer as the decoder writes it."""
+    return _answer_text(config, task) if source == ANSWER else str(task.info[source])
 
 
 def text_ids(format_: ChatFormat, text: str) -> Ids:

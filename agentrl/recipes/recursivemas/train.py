@@ -117,7 +117,7 @@ def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
         norms: list[float] = []
         hook = agent.inner.register_forward_hook(partial(_note_norm, norms))
         for batch in _micro(t, tasks):
-            prompts, texts = inner_prompts(system, t.recipe, name, batch), t.texts.of(name, batch)
+            prompts, texts = inner_prompts(system, t.recipe, name, batch, t.texts), t.texts.of(name, batch)
             tokens = sum(map(len, texts))
             mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, t.reuse)
             loss = mean_loss * (tokens / total)

@@ -38,7 +38,10 @@ from agentrl.update.link_header import read_metadata
 from agentrl.update.link_trainer import LinkTrainer
 from agentrl.update.links import checksum, mean_token_norm
 
-INNER_NOTE = "prompts of round 1 with empty slots; texts by agent"
+INNER_NOTES = {
+    "empty": "prompts of round 1 with empty slots; texts by agent",
+    "text": "prompts of round 1 with the senders' known texts in the slots; texts by agent",
+}
 
 
 @dataclass(slots=True)
@@ -215,7 +218,11 @@ def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
         "stage": train.stage,
         "start": train.start,
         **({} if train.stage == "inner" else {"form": train.form}),
-        **({} if train.stage == "outer" else {"inner": {"trained_on": INNER_NOTE, "texts": dict(t.texts.sources)}}),
+        **(
+            {}
+            if train.stage == "outer"
+            else {"inner": {"trained_on": INNER_NOTES[train.inner_slots], "texts": dict(t.texts.sources)}}
+        ),
         "texts_cut": t.texts.num_cut + t.held_out_texts.num_cut,
         "links": {
             "trained": t.links.trained,
