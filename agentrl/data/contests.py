@@ -18,10 +18,10 @@ _NUMBER_COLUMNS = ("problem_number", "problem number", "number", "problem_idx")
 _CONTEST_COLUMNS = ("contest", "competition", "source")
 _SOURCES = ("link", "url")
 
-# 2024-II-5, 1983-1, 2025_AIME_I_3, aime-2025-i-3, 2022_AMC_12A_Problems/Problem_3, "2019 AIME I Problems/Problem 4"
+# 2024-II-5, 2025_AIME_I_3, aime-2025-i-3, 2022_AMC_12A_Problems/Problem_3, "2019 AIME I Problems/Problem 4"
 _NAMED = re.compile(
     r"(?:(?P<before>[a-z]{3,5})[\s_/-]*)?(?P<year>(?:19|20)\d\d)[\s_/-]*(?:(?P<contest>aime|amc|ahsme|ajhsme|usamo)[\s_-]*)?"
-    r"(?:(?P<level>8|10|12)(?=[ab\s_-]))?[\s_-]*(?P<part>ii|i|a|b|1|2)?(?:[\s_/-]+(?:problems?[\s_/-]*)*|#)(?P<number>\d{1,2})$"
+    r"(?:(?P<level>8|10|12)(?=[ab\s_-]))?[\s_-]*(?P<part>ii|i|a|b)?(?:[\s_/-]+(?:problems?[\s_/-]*)*|#)(?P<number>\d{1,2})$"
 )
 _CONTESTS = ("aime", "amc", "ahsme", "ajhsme", "usamo")
 
@@ -70,6 +70,8 @@ def _spelled(text: Any) -> ContestKey | None:
     number, contest = int(found["number"]), found["contest"] or found["before"]
     if number not in _NUMBERS or (found["before"] and contest not in _CONTESTS):
         return None
+    if contest is None and found["part"] is None:
+        return None  # 2024-05 may be a date
     level = found["level"] or ""
     return ContestKey(int(found["year"]), number, f"{contest}{level}" if contest else None, _part(found["part"]))
 

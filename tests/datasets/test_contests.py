@@ -28,6 +28,8 @@ from agentrl.types import Task
         ("train-7-plus-5", {}, None),
         ("17", {"year": 2024}, None),
         ("2024-99", {}, None),
+        ("2024-05", {}, None),
+        ("2024-1-5", {}, None),
         ("eval-2024-gpt-4", {}, None),
     ],
 )  # fmt: skip
