@@ -3,10 +3,11 @@
     python tests/bench/bench_link_memory.py [--batch 4] [--latent-steps 16] [--rounds 3] [--threads 2]
 
 Three agents share the frozen smollm2-135m in bf16, and each case runs one optimiser step in a process of its own, with
-the optimiser's moments already there (a first step on zero gradients makes them). The loss and its graph are the same: cross-entropy of the answer after all rounds, with the gradient through every latent
-step, checkpointed per agent rollout. What is trained differs: `links` the outer links (fp32, AdamW); `full` every
-weight of the backbone (bf16 compute, fp32 master weights and gradients, AdamW); `lora` adapters of rank 16 on every
-linear layer of the backbone (peft, AdamW). Added memory is the peak resident size above that of the loaded models.
+the optimiser's moments already there (a first step on zero gradients makes them). The loss and its graph are the same:
+cross-entropy of the answer after all rounds, with the gradient through every latent step, checkpointed per agent
+rollout. What is trained differs: `links` the outer links (fp32, AdamW); `full` every weight of the backbone (bf16
+compute, fp32 master weights and gradients, AdamW); `lora` adapters of rank 16 on every linear layer of the backbone
+(peft, AdamW). Added memory is the peak resident size above that of the loaded models.
 
 Goal: links at no more than 0.40 x full fine-tuning. Exits 1 when it is missed.
 """
@@ -25,13 +26,11 @@ from pathlib import Path
 GOAL = 0.40
 CASES = ("links", "full", "lora")
 ANSWER = " The answer is the seventh word of the list, which is river."
-WORDS = "seven apples lie under the old bridge while nine boats wait for the river to rise again this spring".split()
+TEXT = "seven apples lie under the old bridge while nine boats wait for the river to rise again this spring"
 
 
 def added_memory(case: str, batch: int, steps: int, rounds: int) -> dict[str, float]:
     """One optimiser step of one case: MiB added at the peak, trained parameters, seconds."""
-    import torch
-
     from agentrl.recipes.recursivemas.config import RecursiveRecipe
     from agentrl.recipes.recursivemas.losses import outer_loss
     from agentrl.recipes.recursivemas.setup import load_system
@@ -46,7 +45,8 @@ def added_memory(case: str, batch: int, steps: int, rounds: int) -> dict[str, fl
     loaded = load_system(recipe)
     system, config = loaded.system, recipe.recursivemas
     model = system.agents["solver"].backbone.model
-    tasks = [Task(str(i), " ".join(WORDS[i:] + WORDS[:i])) for i in range(batch)]
+    words = TEXT.split()
+    tasks = [Task(str(i), " ".join(words[i:] + words[:i])) for i in range(batch)]
     format = system.agents["solver"].chat.format
     answers = [format.encode_trusted(ANSWER, continues=True)] * batch
     sum(float(p.float().sum()) for p in model.parameters())  # every page of the weights is resident
@@ -177,11 +177,9 @@ def main() -> int:
     for case, row in rows.items():
         ratio = row["added_mib"] / rows["full"]["added_mib"]
         say(f"{case:<6} {row['trained']:>12,} {row['added_mib']:>10.0f} {ratio:>8.2f} {row['step_s']:>7.1f}\n")
-    ratio = rows["links"]["added_mib"] / rows["full"]["added_mib"]
-    say(
-        f"links / full {ratio:.3f} (goal {GOAL}), links / lora {rows['links']['added_mib'] / rows['lora']['added_mib']:.3f}\n"
-    )
-    return 0 if ratio <= GOAL else 1
+    links, full, lora = (rows[case]["added_mib"] for case in CASES)
+    say(f"links / full {links / full:.3f} (goal {GOAL}), links / lora {links / lora:.3f}\n")
+    return 0 if links / full <= GOAL else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.session import model_folder
-from agentrl.rollout.latent import Backbone
+from agentrl.rollout.latent_backbone import Backbone
 from agentrl.rollout.vllm import VLLMEngine
 from agentrl.types import Completion, Embeddings, Prompt, Request
 
