@@ -260,3 +260,27 @@ def test_the_seed_draws_the_adapter_and_nothing_else_moves(tiny_folder):
     assert not _same(dict(drawn[0]), dict(drawn[2]))
     with pytest.raises(DataError):
         load_into(drawn[0], tiny_folder["llama"], LoraConfig(rank=2))
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_what_is_rewarded(team, make_credited):
+    """Tokens with an even id are good, which half of those are that random weights sample."""
+    policy = team({"p": "lora"}, lora={"rank": 16, "alpha": 32}, lr=2e-2)["p"]
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    for _ in range(24):
+        ids_BT = torch.arange(40, 80).repeat(32, 1)
+        with torch.no_grad():
+            for _ in range(12):
+                next_B1 = torch.multinomial(policy.model(ids_BT).logits[:, -1].softmax(-1), 1, generator=generator)
+                ids_BT = torch.cat([ids_BT, next_B1], dim=1)
+        reward_B = (ids_BT[:, 40:] % 2 == 0).float().mean(1)
+        shares.append(float(reward_B.mean()))
+        advantage_B = (reward_B - reward_B.mean()) / (reward_B.std() + 1e-6)
+        credited = [
+            make_credited(ids.tolist(), [(40, 52)], name=f"s{b}", advantage=float(advantage_B[b]), weight=1 / 32)
+            for b, ids in enumerate(ids_BT)
+        ]
+        update_policy(policy, credited, PLAIN)
+    assert shares[0] < 0.6
+    assert max(shares[-4:]) > 0.8
