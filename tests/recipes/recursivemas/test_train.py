@@ -348,3 +348,21 @@ def test_shipped_links_are_found_by_name(ring, monkeypatch):
     shipped.mkdir(parents=True)
     monkeypatch.setattr("agentrl.config.shipped.shipped_folder", lambda: ring / "shipped")
     assert links_folder("embedded-ring", "runs") == shipped
+
+
+def test_an_interrupted_run_finishes_its_step_saves_and_goes_on(drive, ring):
+    driver = drive("recursivemas", "train", "ring.yaml", "--steps", "300", "--name", "r", sets=("data.eval.limit=1",))
+    driver.wait_for("runs/r/metrics.jsonl")
+    driver.signal(signal.SIGINT)
+    assert driver.wait() == 130, driver.log
+    assert "stopping after this step" in driver.log
+    summary = json.loads((ring / "runs/r/summary.json").read_text())
+    last = rows(ring / "runs/r/metrics.jsonl")[-1]["step"]
+    assert (summary["status"], summary["steps"]) == ("interrupted", last)
+    assert last < 300
+    steps = str(last + 1)
+    again = drive(
+        "recursivemas", "train", "ring.yaml", "--steps", steps, "--name", "r", "--resume", sets=("data.eval.limit=1",)
+    )
+    assert again.wait() == 0, again.log
+    assert [m["step"] for m in rows(ring / "runs/r/metrics.jsonl")] == list(range(1, last + 2))
