@@ -30,6 +30,7 @@ COMMANDS = {
     "mappa eval": f"RECIPE {COMMON} --checkpoint",
     "mappa infer": f"RECIPE {COMMON} --checkpoint --question --input",
     "mappa rollout": f"RECIPE {COMMON} --checkpoint",
+    "mappa coach-eval": f"[RECIPE] {COMMON} --all --repeats",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -203,6 +204,26 @@ def test_x03_a_model_of_this_machine_may_be_the_coach(roll, lab, tiny, monkeypat
     score = asyncio.run(ask())
     assert score.value is None or 0.0 <= score.value <= 10.0
     assert score.info["calls"] >= 1
+
+
+def test_x02_offsets_per_kind_of_task_apply_to_every_score_of_training_and_to_the_reward(roll, lab):
+    coach = {"kind": "constant", "value": 5.0, "stratum": "kind", "offsets": {"sum": -1.5}}
+    recipe = lab.recipe({"one": {}}, coach=coach)
+    tasks = [replace(lab.QUESTION, id=kind, info={"kind": kind}) for kind in ("sum", "word")]
+    done = roll(recipe, {"one": "x"}, tasks=tasks)
+    by_kind = {one.trajectory.task.id: one.action_scores[0] for one in done.collected.scored}
+    assert (by_kind["sum"].value, by_kind["word"].value) == (3.5, 5.0)
+    assert by_kind["sum"].info["uncalibrated"] == 5.0
+    made = samples_of(recipe, done.collected.scored)
+    assert sorted(rewards[0] for rewards in made.rewards.values()) == [0.35, 0.5]
+    hindsight = lab.recipe({"one": {}}, coach=coach, mappa={"hindsight": True})
+    assert roll(hindsight, {"one": "x"}, tasks=tasks[:1]).only.action_scores[0].value == 3.5
+
+
+@pytest.mark.parametrize("section", [{"stratum": "kind"}, {"offsets": {"sum": 1.0}}])
+def test_x02_offsets_and_the_key_that_names_the_kind_go_together(lab, section):
+    with pytest.raises(ValueError, match="goes with offsets"):
+        lab.recipe({"one": {}}, coach={"kind": "constant", "value": 5.0, **section})
 
 
 def test_a_fault_that_no_retry_mends_ends_the_run_instead_of_hiding(roll, lab):

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -237,10 +238,8 @@ def main() -> None:
     parser.add_argument("--reading", required=True, metavar="RUN", help="a finished run of recipes/smoke/mappa.yaml")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    from agentrl.cli import console
-
     for name, count in sorted(asyncio.run(record(given.folder, given.reading, given.seed)).items()):
-        console.out(f"{name}: {count}")
+        sys.stdout.write(f"{name}: {count}\n")
 
 
 if __name__ == "__main__":
