@@ -18,8 +18,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 _TREND = 40
 _MAIN_METRICS = (
     *("reward/mean", "reward/missing", "groups/zero_variance", "rollouts/failed", "tokens/generated", "loss"),
-    *("grad_norm", "clip_fraction", "kl/ref", "kl/mismatch", "time/total"),
+    *("grad_norm", "clip_fraction", "kl/ref", "kl/mismatch", "recursivemas/link_norm_ratio", "time/total"),
 )
+_ROLLOUT_COLUMNS = ("reward/mean", "reward/missing", "rollouts/ok", "rollouts/failed", "tokens/generated")
+_LINK_COLUMNS = ("loss", "recursivemas/link_norm_ratio", "recursivemas/latent_steps", "recursivemas/text_tokens")
 
 Record = Mapping[str, Any]
 
@@ -61,7 +63,8 @@ def render_trend(view: RunView, names: Sequence[str] = _MAIN_METRICS) -> list[st
 def render_steps(view: RunView) -> list[str]:
     """One line per step: from its metrics, or where it logged none yet, from the trajectories that finished."""
     logged = {m["step"]: m for m in view.metrics}
-    columns = ("step", "reward/mean", "reward/missing", "rollouts/ok", "rollouts/failed", "tokens/generated")
+    links = any("recursivemas/positions" in metrics for metrics in view.metrics)
+    columns = ("step", *(_LINK_COLUMNS if links else _ROLLOUT_COLUMNS))
     rows = []
     for step in sorted({*logged, *view.steps}):
         metrics = logged[step] if step in logged else _counted(view.trajectories(step))

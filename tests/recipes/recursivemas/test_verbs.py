@@ -24,6 +24,10 @@ def test_the_smoke_recipe_trains_in_both_stages(cli, folder):
     steps = [json.loads(line) for line in (folder / "runs/r/metrics.jsonl").read_text().splitlines()]
     assert [m["recursivemas/stage"] for m in steps] == ["inner"] * 3 + ["outer"]
     assert (done.json["frozen"], done.json["links"]["trained"]) == (True, True)
+    seen = cli("inspect", "r").out.splitlines()
+    head = ["step", "loss", *(f"recursivemas/{key}" for key in ("link_norm_ratio", "latent_steps", "text_tokens"))]
+    at = next(i for i, line in enumerate(seen) if line.split() == head)
+    assert [line.split()[0] for line in seen[at + 1 : at + 5]] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("own", ["{stage: outer, form: teacher_forced, targets: {expert: hint}}", "{stage: inner}"])
