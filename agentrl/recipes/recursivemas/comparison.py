@@ -3,7 +3,7 @@
 Costs are kept apart: text tokens sampled, latent steps, prompt positions read, and forward positions computed (padding
 not counted). The paper's token counts are decoded text alone; both reductions are given here.
 
-Source: "Recursive Multi-Agent Systems", arXiv 2604.25917, sections 8.2 and 11 of its measures.
+Source: "Recursive Multi-Agent Systems", arXiv 2604.25917, its tables of tokens and time.
 """
 
 from __future__ import annotations

@@ -122,6 +122,15 @@ def held_out_tasks(recipe: RecursiveRecipe) -> list[Task]:
     return load_tasks(dataset, need_answer=form != "code", seed=recipe.run.seed)
 
 
+def _note_protocol(recipe: RecursiveRecipe, tasks: Sequence[Task], progress: Progress) -> None:
+    """Say where a benchmark's published numbers come from more answers to a question than are sampled here."""
+    public = tasks[0].info.get("benchmark")
+    wanted = BENCHMARKS[public].decodes if public in BENCHMARKS else 1
+    if wanted > recipe.recursivemas.decodes:
+        hint = f"--set recursivemas.decodes={wanted}"
+        progress.note(f"published numbers on {public} count any of {wanted} answers to a question: {hint}")
+
+
 def batches_of(recipe: RecursiveRecipe, name: str, tasks: Sequence[Task]) -> list[Crossed]:
     """Who thinks together: questions in order, or for shuffled latents beside those that they hear of. Raises
     `DataError` where too many answers are equal to shuffle."""
@@ -141,6 +150,7 @@ async def _evaluate(
     load_s = time.perf_counter() - begin
     if not loaded.links.trained:
         progress.note(UNTRAINED)
+    _note_protocol(recipe, tasks, progress)
     refuse_long(recipe, loaded, tasks)
     answered: dict[str, tuple[list[Answered], float]] = {}
     async with open_decoder(recipe, loaded) as decoder:

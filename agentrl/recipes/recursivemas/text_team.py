@@ -106,6 +106,10 @@ class TextTeam:
     def _policy(self, agent: str) -> HFPolicy:
         return self._loaded.policies[self._recipe.agents[agent].policy]
 
+    def _window(self, agent: str) -> int:
+        own = self._loaded.system.agents[agent].backbone.window
+        return min(own, self._recipe.engine.max_model_len or own)
+
     def _sampling(self, agent: str) -> Sampling:
         """The agent's own, with the length of a message."""
         own = self._recipe.agents[agent].sampling
@@ -128,7 +132,7 @@ class TextTeam:
         for task, one in zip(tasks, asked, strict=True):
             key = Key(phase, 0, task.id, 0, round_number, place)
             request = Request(self._recipe.agents[name].policy, one.prompt, sampling, key)
-            room = min(sampling.max_tokens, agent.backbone.window - len(one.prompt))
+            room = min(sampling.max_tokens, self._window(name) - len(one.prompt))
             rows.append(
                 Row(
                     request,
@@ -155,7 +159,7 @@ class TextTeam:
         out = []
         for row, task in enumerate(tasks):
             runs = ids_around_slots(agent.chat, config.system_of(name), text, task, config.instruction)
-            room = agent.backbone.window - sum(map(len, runs))
+            room = self._window(name) - sum(map(len, runs))
             # Half of what the messages leave free is the agent's own, unless it needs less.
             share = (room - min(limit, room // 2)) // max(len(order), 1)
             ids, cut = list(runs[0]), 0

@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError, DataError
 from agentrl.recipes.recursivemas.comparison import Measured, compare, reductions, strict_items
 from agentrl.recipes.recursivemas.config import CONTROLS, RecursiveRecipe
 from agentrl.recipes.recursivemas.evaluate import evaluate, held_out_tasks
-from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.registry import Silence, VerbOptions, load_recipe
 from agentrl.types import Embeddings, Score, ScoredTrajectory, Task, Trajectory
 
 QUESTIONS = [
@@ -216,16 +216,12 @@ def test_messages_that_do_not_fit_a_window_are_cut_and_counted(make, make_system
     from agentrl.recipes.recursivemas.text_team import TextTeam
 
     _, loaded = make_system()
-    backbone = loaded.system.agents["solver"].backbone
-    before, backbone.window = backbone.window, 420
-    try:
-        recipe = make(controls=("text",), sampling={"max_tokens": 400}, rounds=1)
-        team = TextTeam(recipe, loaded)
-        written = team.write([Task("a", QUESTIONS[0][1])], "eval")
-    finally:
-        backbone.window = before
+    recipe = make(controls=("text",), sampling={"max_tokens": 400}, rounds=1)
+    narrow = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 420})})
+    written = TextTeam(narrow, loaded).write([Task("a", QUESTIONS[0][1])], "eval")
     assert written.cut[0] > 0
     assert len(written.prompts[0]) < 420
+    assert all(len(a.request.prompt) + len(a.completion.ids) <= 420 for s in written.stages for a in s.actions)
 
 
 def test_pass_at_k_counts_any_answer_and_latents_once(make):
@@ -338,6 +334,48 @@ def test_untrained_links_are_refused_and_a_benchmark_must_fit_the_form_of_answer
         update={"data": data, "recursivemas": recipe.recursivemas.model_copy(update={"answer": "boxed"})}
     )
     assert held_out_tasks(boxed)[0].references == ("1",)
+
+
+def test_a_benchmark_whose_published_numbers_count_several_answers_says_so(make, tmp_path):
+    class Notes(Silence):
+        def __init__(self):
+            self.notes = []
+
+        def note(self, text):
+            self.notes.append(text)
+
+    file = tmp_path / "aime.jsonl"
+    file.write_text(json.dumps({"problem": "Find n.", "answer": 7}) + "\n")
+    recipe = make(answer="boxed", rounds=1)
+    data = recipe.data.model_copy(update={"path": str(file), "format": "aime2025"})
+    told = Notes()
+    evaluate(recipe.model_copy(update={"data": data}), VerbOptions(progress=told))
+    assert any("count any of 10 answers" in note and "recursivemas.decodes=10" in note for note in told.notes)
+
+
+@pytest.mark.slow
+def test_t25_the_embedded_model_races_the_text_team_on_the_same_graph(tmp_path):
+    """Real weights in bf16, random links: whoever writes 32 tokens where the other thinks 8 steps takes longer, and
+    greedy texts are the same in two runs."""
+    sets = ["recursivemas.allow_untrained=true", "recursivemas.rounds=2", "recursivemas.latent_steps=8"]
+    sets += [
+        "recursivemas.controls=[text]",
+        "recursivemas.text_team.max_tokens=32",
+        "recursivemas.text_team.exact=true",
+    ]
+    sets += ["data.eval.limit=3", f"run.dir={tmp_path}", "launch.threads=1"]
+    recipe = load_recipe("smoke/recursivemas", sets).tree
+    first, second = (evaluate(recipe, VerbOptions()) for _ in range(2))
+    rows = first["controls"]
+    assert rows["text"]["tokens_per_message"] == 32
+    assert rows["ring"]["latent_steps_per_question"] == ROLLOUTS * 8
+    assert first["reductions"]["times_faster"] > 1.3  # 3.7 at 64 tokens, 16 steps and 3 rounds
+    for name in ("ring", "text"):
+        seconds = rows[name]["seconds"]
+        parts = sum(seconds["stages"].values()) + seconds["decode"]
+        assert parts == pytest.approx(seconds["wall"], rel=0.02, abs=0.01)
+        one, other = _records(first, name), _records(second, name)
+        assert [one[t]["turns"][-1]["text"] for t in one] == [other[t]["turns"][-1]["text"] for t in one]
 
 
 def test_a_training_recipe_is_not_evaluated_on_what_it_trains_on(make):
