@@ -17,7 +17,8 @@ def test_the_smoke_recipe_trains_evaluates_answers_and_rolls_out(cli, folder):
     short = (*short, "agents.answerer.max_prompt_tokens=900", "agents.speaker.max_prompt_tokens=900")
     done = cli("mappa", "train", "smoke/mappa", "--steps", "2", "--name", "run", sets=short)
     assert done.code == 0, done
-    assert re.search(r"\nheld-out before: \d\.\d{3} \((?:\d/3|n 3), 95% interval .*\nheld-out after: .*\nrise: ", done.out)
+    before = r"\nheld-out before: \d\.\d{3} \((?:\d/3|n 3), 95% interval .*"
+    assert re.search(before + r"\nheld-out after: .*\nrise: ", done.out)
     summary = json.loads((folder / "runs/run/summary.json").read_text())
     assert set(summary["policy_version"]) == {"reader", "answerer", "speaker"}
     metrics = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
