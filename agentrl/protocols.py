@@ -54,9 +54,14 @@ class ToolResult:
 class Tool(Protocol):
     """Something an agent may call. Arguments were checked against `parameters` (a JSON schema) before."""
 
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult: ...
 

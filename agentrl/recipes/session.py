@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
@@ -86,7 +86,7 @@ async def start_engine(
     folders: Mapping[str, Path],
     gate: Gate,
     *,
-    dtype: str,
+    dtype: Literal["float32", "bfloat16"],
     seed: int,
     window: int | None,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
