@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from agentrl.chat.context import Chat, Message, Part, append_only_ok, start
+from agentrl.chat.context import Chat, Message, Part, start
 from agentrl.chat.format import ChatFormat
+from agentrl.chat.rerender import append_only_ok
 from agentrl.errors import ConfigError
 
 ASK = [Message("user", "Which capital?")]
