@@ -186,6 +186,7 @@ def run() -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_one_vllm_engine_serves_each_policy_its_own_adapter_and_version(run, tiny_folder, tmp_path):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     folder = tiny_folder["llama"]
@@ -226,13 +227,13 @@ def test_one_vllm_engine_serves_each_policy_its_own_adapter_and_version(run, tin
         served(a="a2", b="b", base="base")
         with pytest.raises(EngineError, match="a model that others share"):
             run(engine.load_weights("base", 1, WeightSource(tensors=second)))
-        with pytest.raises(EngineError, match="did not take version 9: 1 weights are on one side only"):
+        with pytest.raises(EngineError, match="did not take version 9: 2 weights are on one side only"):
             run(engine.load_weights("a", 9, WeightSource(tensors=second | _of_no_layer(second))))
 
 
 def _of_no_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    return {name.replace("layers.0", "layers.77"): tensors[name].clone()}
+    """Of a layer that the model has not: vLLM leaves it out without a word."""
+    return {n.replace("layers.0", "layers.77"): t.clone() for n, t in tensors.items() if "layers.0.self_attn.q_" in n}
 
 
 class _Closing:

@@ -98,6 +98,7 @@ def test_a_lora_team_trains_resumes_evaluates_and_begins_again_from_its_adapters
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a loaded machine takes minutes to start the engine
 def test_a_lora_team_trains_on_one_vllm_engine(cli, rules):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     vllm = ("engine.kind=vllm", "engine.deterministic=false", "engine.kv_cache_gib=0.25", "launch.gpus=0")
