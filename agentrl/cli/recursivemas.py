@@ -140,6 +140,24 @@ def infer(
         run_verb("recursivemas", "infer", recipe, overrides, smoke=smoke, needs_data=not asked, **given)
 
 
+@app.command("sweep", help="Train and evaluate for each seed and number of latent steps, in one table.")
+def sweep(
+    recipe: RecipeArgument,
+    set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
+    smoke: SmokeOption = False,
+    steps: StepsOption = None,
+    run_dir: RunDirOption = None,
+    name: NameOption = None,
+    quiet: QuietOption = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    with console.session(quiet=quiet, json_output=json_output, debug=debug):
+        overrides = aliases(set_, run__steps=steps, run__dir=run_dir, run__name=name)
+        talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
+        run_verb("recursivemas", "sweep", recipe, overrides, smoke=smoke, run_dir=run_dir, name=name, **talk)
+
+
 def _asked(question: str | None, input_file: Path | None) -> dict[str, Any]:
     """Nothing where neither is given: the recipe then asks the first of its own questions."""
     return {} if question is None and input_file is None else one_question(question, input_file)

@@ -63,6 +63,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
                     "train": "agentrl.recipes.recursivemas.train:train",
                     "eval": "agentrl.recipes.recursivemas.evaluate:evaluate",
                     "infer": "agentrl.recipes.recursivemas.infer:infer",
+                    "sweep": "agentrl.recipes.recursivemas.sweep:sweep",
                     "preview": "agentrl.recipes.recursivemas.preview:preview",
                 }
             ),

@@ -92,6 +92,9 @@ class TrainConfig(Section):
     round_weights: tuple[float, ...] | None = Field(
         None, description="outer: weight of the answer's loss from each round's prompt; none: the last round alone"
     )
+    one_round_steps: int = Field(
+        0, ge=0, description="outer: so many first steps unroll one round only, which is cheap; feedback links wait"
+    )
     mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
     inner_slots: Literal["empty", "text"] = Field(
         "empty", description="inner: what stands in a prompt's slots: nothing, or the sender's known text"
@@ -109,7 +112,7 @@ class TrainConfig(Section):
             what = "is needed" if self.stage == "both" else "has no effect"
             raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
         if self.stage == "inner":
-            silent = ("form", "inner_too", "checkpointed", "round_weights", "leak_probe")
+            silent = ("form", "inner_too", "checkpointed", "round_weights", "one_round_steps", "leak_probe")
         else:
             silent = ("mse_weight", "inner_slots") if self.stage == "outer" else ()
         for key in silent:
@@ -121,6 +124,8 @@ class TrainConfig(Section):
             raise ValueError("micro_batch: teacher_forced takes one question at a time; leave it out")
         if self.template.count("{answer}") != 1:
             raise ValueError("template: it must hold {answer} once")
+        if self.one_round_steps and self.round_weights is not None:
+            raise ValueError("one_round_steps: a single round has no weights; leave out round_weights")
         if self.round_weights is not None and not any(self.round_weights):
             raise ValueError("round_weights: all are 0, so nothing would be trained")
         return self
@@ -130,6 +135,10 @@ class TrainConfig(Section):
         if self.stage == "both":
             return "inner" if step <= (self.inner_steps or 0) else "outer"
         return self.stage
+
+    def rounds_of(self, step: int, rounds: int) -> int:
+        """How many rounds an outer step unrolls."""
+        return 1 if step - (self.inner_steps or 0) <= self.one_round_steps else rounds
 
 
 class TextTeamConfig(Section):
@@ -216,6 +225,8 @@ class RecursiveConfig(Section):
         weights = self.train.round_weights
         if weights is not None and len(weights) != self.rounds:
             raise ValueError(f"train.round_weights: {len(weights)} weights for {self.rounds} rounds")
+        if self.rounds == 1 and self.train.one_round_steps:
+            raise ValueError("train.one_round_steps: has no effect with rounds: 1")
         odd = sorted(set(self.train.targets or ()) - set(self.graph.agents))
         if odd:
             raise ValueError(f"train.targets.{odd[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")

@@ -94,6 +94,7 @@ def _train(given: Mapping[str, Any], agents: tuple[str, ...]) -> dict[str, Any]:
         "batch": 2,
         "micro_batch": None,
         "round_weights": None,
+        "one_round_steps": None,
         "targets": dict.fromkeys(agents[:-1], "answer") if read else None,
         "max_text_tokens": 64,
     }

@@ -134,6 +134,7 @@ def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
 def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     """Equation 6: cross-entropy of the answers after all rounds; the batch's mean over tokens, in parts."""
     system, config, train = t.loaded.system, t.recipe.recursivemas, t.recipe.recursivemas.train
+    config = config.model_copy(update={"rounds": train.rounds_of(step, config.rounds)})
     total = sum(map(len, t.texts.answers_of(tasks)))
     every = t.recipe.optim.part_stats_every
     gradients = RoundGradients() if every and step % every == 0 else None

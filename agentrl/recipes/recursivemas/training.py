@@ -194,6 +194,7 @@ def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
     how |= {} if config.train.start == "random" else {"start": config.train.start}
     if stage == "outer":
         how |= {"form": config.train.form, "rounds": config.rounds, "latent_steps": config.latent_steps}
+        how |= {"one_round_steps": config.train.one_round_steps} if config.train.one_round_steps else {}
         how |= {"leak_probe": True} if config.train.leak_probe else {}
     return how
 

@@ -58,7 +58,7 @@ def test_numbers_have_each_length_equally_often():
 
 @pytest.mark.parametrize("name", ["channel", "channel-ring", "channel-numbers"])
 def test_t16_only_the_senders_prompt_tells(name):
-    recipe = load(RECIPES / f"{name}.yaml", schema_for).recipe
+    recipe = load(RECIPES / f"{name}.yaml", schema_for).tree
     config = recipe.recursivemas
     for task in load_tasks(recipe.data.eval)[:40]:
         for agent in config.graph.agents:
