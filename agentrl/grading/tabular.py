@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,10 @@ from agentrl.types import Score, Task, Trajectory
 
 _WHOLE = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
 _NOTHING = ("nan", "+nan", "-nan", "none", "null", "na")
+
+_CAPS = ((0.75, 9), (0.5, 8), (0.25, 6), (0.05, 4))
+_LOWEST_CAP = 3
+_SKILL = "of the way from a constant prediction to a perfect one"
 
 
 class TableError(ValueError):
@@ -157,7 +162,43 @@ def measured(submission: str | None, info: Mapping[str, Any]) -> str | None:
     score = (
         "" if result.normalised is None else f"; normalised score {result.normalised:.3f} (0 baseline, 1 best known)"
     )
-    return f"the submission on the hidden answers: {values}{score}"
+    gained = skill(result.value, _hidden(info), spec_of(info))
+    cap = "" if gained is None else f"; {gained:.2f} {_SKILL}: score at most {score_cap(gained)}"
+    return f"the submission on the hidden answers: {values}{score}{cap}"
+
+
+def skill(value: float | None, answers: str, spec: TableSpec) -> float | None:
+    """Where a metric's value lies between a trivial predictor's (the most frequent label, the mean), 0, and a perfect
+    one's, 1, in whatever metric and for either kind of task. None where the two are equal or not finite."""
+    header, rows = _read(answers, "the answers")
+    id_column = spec.id_column or header[0]
+    places = [i for i, name in enumerate(header) if name != id_column and (not spec.targets or name in spec.targets)]
+    columns = [[row[i] for row in rows] for i in places]
+    kind = spec.kind or task_kind(columns)
+    if kind == "classification" and len(columns) == 1:
+        trivial = [Counter(columns[0]).most_common(1)[0][0]]
+    else:
+        trivial = [repr(math.fsum(map(float, column)) / len(column)) for column in columns]
+    constant = [[*row] for row in rows]
+    for row in constant:
+        for i, text in zip(places, trivial, strict=True):
+            row[i] = text
+    low, high = (score_table(_as_csv([header, *made]), answers, spec).value for made in (constant, rows))
+    if value is None or low is None or high is None or low == high:
+        return None
+    return (value - low) / (high - low)
+
+
+def score_cap(gained: float) -> int:
+    """The most that a coach should give whoever submitted this (MAPPA X-02): one ladder for all tasks, by `skill`, so
+    that a mean and a majority class earn the same little. The published caps, by accuracy and by RMSE, do not."""
+    return next((cap for least, cap in _CAPS if gained >= least), _LOWEST_CAP)
+
+
+def _as_csv(rows: Sequence[Sequence[str]]) -> str:
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
 
 
 def _hidden(info: Mapping[str, Any]) -> str:

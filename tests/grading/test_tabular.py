@@ -19,7 +19,16 @@ from agentrl.grading.table_metrics import (
     trivial_error,
 )
 from agentrl.grading.table_report import table_report
-from agentrl.grading.tabular import TableGrader, TableSpec, normalised_score, score_table, task_kind
+from agentrl.grading.tabular import (
+    TableGrader,
+    TableSpec,
+    measured,
+    normalised_score,
+    score_cap,
+    score_table,
+    skill,
+    task_kind,
+)
 from agentrl.grading.trials import trials_block
 from agentrl.types import Score, Task, Trajectory
 
@@ -248,3 +257,41 @@ def test_a_task_at_fault_is_missing(tmp_path: Path) -> None:
     ):
         assert _score(HALF, {"baseline": 0.5, "best": 0.9} | broken).missing
     assert _score(HALF, {"answers": ANSWERS}, status="failed") == Score(None, "rollout failed: broke")
+
+
+CLASSES = _csv([("id", "y"), *((i, "yes" if i % 10 < 3 else "no") for i in range(40))])
+NUMBERS = _csv([("id", "y"), *((i, i * i / 7) for i in range(40))])
+
+
+def _cap(submission: str, answers: str, **spec: Any) -> int:
+    gained = skill(score_table(submission, answers, TableSpec(**spec)).value, answers, TableSpec(**spec))
+    assert gained is not None
+    return score_cap(gained)
+
+
+def test_x02_mean_and_majority_predictors_are_capped_alike() -> None:
+    majority = _csv([("id", "y"), *((i, "no") for i in range(40))])
+    mean = _csv([("id", "y"), *((i, sum(j * j / 7 for j in range(40)) / 40) for i in range(40))])
+    assert _cap(majority, CLASSES) == _cap(mean, NUMBERS) == 3
+    assert _cap(mean, NUMBERS, metric="r2") == _cap(mean, NUMBERS, metric="mae") == 3
+    assert _cap(CLASSES, CLASSES) == _cap(NUMBERS, NUMBERS) == 9
+
+
+def test_x02_half_way_from_the_trivial_predictor_is_capped_alike_too() -> None:
+    wrong = {0, 10, 20, 30, 1, 11}  # six of the twelve rare labels: accuracy 0.85, from 0.7 to 1
+    half = _csv([("id", "y"), *((i, "yes" if i % 10 < 3 and i not in wrong else "no") for i in range(40))])
+    middle = sum(j * j / 7 for j in range(40)) / 40
+    near = _csv([("id", "y"), *((i, (i * i / 7 + middle) / 2) for i in range(40))])
+    for submission, answers in ((half, CLASSES), (near, NUMBERS)):
+        value = score_table(submission, answers, TableSpec()).value
+        assert skill(value, answers, TableSpec()) == pytest.approx(0.5)
+    assert [score_cap(x) for x in (-1.0, 0.0, 0.05, 0.3, 0.5, 0.9)] == [3, 3, 4, 6, 8, 9]
+
+
+def test_x02_a_coach_that_may_know_the_answers_is_told_the_cap() -> None:
+    majority = _csv([("id", "y"), *((i, "no") for i in range(40))])
+    told = measured(majority, {"answers": CLASSES})
+    assert told is not None
+    assert told.endswith("0.00 of the way from a constant prediction to a perfect one: score at most 3")
+    same = _csv([("id", "y"), *((i, "no") for i in range(5))])
+    assert skill(1.0, same, TableSpec()) is None, "where a constant is perfect there is no skill to measure"
