@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,11 @@ from agentrl.launch.devices import Plan, detect, plan
 from agentrl.models import resolve
 from agentrl.models.lora import NO_ADAPTERS, Adapter, is_adapter, read_config, refuse_other_settings
 from agentrl.protocols import Engine, Tool
+from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.plugins import plugin
 from agentrl.recipes.quiet import quiet_libraries
+from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.resuming import approve
 from agentrl.rollout.gate import Gate
 from agentrl.run import Run, latest_checkpoint
 
@@ -174,6 +177,30 @@ def refuse_missing_checkpoints(recipe: BaseRecipe) -> None:
     for name, model in recipe.policy_models.items():
         if model.checkpoint is not None:
             model_folder(model, name, recipe.run.dir)
+
+
+@contextmanager
+def open_training(recipe: BaseRecipe, options: VerbOptions) -> Iterator[tuple[Run, Interrupt]]:
+    """The run folder of a training, new or to be resumed; within the block the first Ctrl-C lets the step finish.
+
+    Raises as `Run.create` and `approve`, and for a checkpoint that is missing.
+    """
+    refuse_missing_checkpoints(recipe)
+    with (
+        Run.create(
+            recipe.run.dir,
+            recipe.run.name,
+            dump_yaml(recipe),
+            options.resume,
+            recipe.run.seed,
+            stem=recipe.method,
+            keep_last=recipe.run.keep_last,
+            keep_best=recipe.run.keep_best,
+            approve=approve(recipe, options.progress),
+        ) as run,
+        interruptible(options.progress.note, finish_step=True) as interrupt,
+    ):
+        yield run, interrupt
 
 
 def open_run(recipe: BaseRecipe, verb: str) -> Run:

@@ -11,9 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentrl.config.load import dump_yaml
 from agentrl.recipes.collect import Collected, refuse_ungraded, rollout_metrics
-from agentrl.recipes.interrupt import Interrupt, interruptible
+from agentrl.recipes.interrupt import Interrupt
 from agentrl.recipes.loop import (
     Training,
     evaluates,
@@ -41,8 +40,7 @@ from agentrl.recipes.ranks import open_policies
 from agentrl.recipes.recorded import Recorded
 from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
-from agentrl.recipes.resuming import approve
-from agentrl.recipes.session import open_session, refuse_missing_checkpoints
+from agentrl.recipes.session import open_session, open_training
 from agentrl.run import Run
 from agentrl.types import CreditedSample, Sample, ScoredSample
 from agentrl.update.step import UpdateResult, update_policy
@@ -55,21 +53,7 @@ def train(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
     """
     recorded = None if options.from_rollouts is None else Recorded.open(options.from_rollouts)
     recipe = with_recorded_steps(recipe, recorded)
-    refuse_missing_checkpoints(recipe)
-    with (
-        Run.create(
-            recipe.run.dir,
-            recipe.run.name,
-            dump_yaml(recipe),
-            options.resume,
-            recipe.run.seed,
-            stem="mappa",
-            keep_last=recipe.run.keep_last,
-            keep_best=recipe.run.keep_best,
-            approve=approve(recipe, options.progress),
-        ) as run,
-        interruptible(options.progress.note, finish_step=True) as interrupt,
-    ):
+    with open_training(recipe, options) as (run, interrupt):
         return asyncio.run(_train(recipe, options, run, interrupt, recorded))
 
 
