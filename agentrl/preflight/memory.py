@@ -79,7 +79,8 @@ def _read(folder: Path, model: ModelConfig) -> ModelSize:
     text = config.get("text_config") or config
 
     def first(*names: str) -> int:
-        return int(next(text[name] for name in names if text.get(name)))
+        name = next((name for name in names if text.get(name)), names[0])
+        return int(text[name])
 
     hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
     own = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden

@@ -203,6 +203,13 @@ def test_sizes_come_from_the_files_without_loading_them(monkeypatch, tmp_path, a
     assert size.adapter == num_parameters(folder, LoraConfig(rank=3))
 
 
+def test_a_config_that_names_no_sizes_gives_no_estimate(monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    config = prepare("tiny-llama") / "config.json"
+    config.write_text('{"max_position_embeddings": 128}')
+    assert model_size(ModelConfig(name="tiny-llama")) is None
+
+
 _RUN = "import sys; from agentrl.cli import app; app(sys.argv[1:])"
 
 
