@@ -2,7 +2,7 @@
 
     none        m = 0: the slots stay empty (`recursivemas.latent_steps=0`)
     zero        every block is zeros
-    shuffled    each block comes from a question with another answer
+    shuffled    the decoder hears what was thought about a question with another answer
     single      the decoder alone, on the question and the instruction
     text        written messages instead of blocks (`text_team`)
 
@@ -34,11 +34,17 @@ def zeroed(send: Send) -> Send:
     return zero
 
 
-def shuffled(send: Send, order: Sequence[int]) -> Send:
-    """Question b of the batch hears what was thought about question `order[b]`."""
+def shuffled(send: Send, order: Sequence[int], decoder: str, rounds: int) -> Send:
+    """In its last prompt the decoder hears, at question b of the batch, what was thought about question `order[b]`.
+
+    Blocks are crossed once, where that prompt reads them. Were every edge crossed, a second swap would undo the first,
+    and a ring would hear its own thoughts again.
+    """
 
     def shuffle(edge: Edge, round_number: int, states_BmD: Tensor) -> Tensor:
-        return send(edge, round_number, states_BmD)[list(order)]
+        block_BmE = send(edge, round_number, states_BmD)
+        read_last = round_number == (rounds - 1 if edge.feedback else rounds)
+        return block_BmE[list(order)] if read_last and edge.target == decoder else block_BmE
 
     return shuffle
 

@@ -78,7 +78,9 @@ class Setting:
         if name == "none":
             recipe, send = _with(recipe, latent_steps=0), plain
         else:
-            send = {"zero": zeroed(plain), "shuffled": shuffled(plain, batch.order)}.get(name, plain)
+            graph, rounds = recipe.recursivemas.graph, recipe.recursivemas.rounds
+            crossed = shuffled(plain, batch.order, graph.decoder, rounds)
+            send = {"zero": zeroed(plain), "shuffled": crossed}.get(name, plain)
         return await answer_batch(recipe, self.loaded, self.decoder, tasks, "eval", send, k)
 
 

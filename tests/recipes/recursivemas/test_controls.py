@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from agentrl.errors import DataError
 from agentrl.recipes.recursivemas.controls import crossed_batches, derangement, shuffled, single_prompts, zeroed
 from agentrl.recipes.recursivemas.recursion import run_rounds, sender, thinker
+from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.types import Embeddings, Task
 
 TASKS = [Task("a", "How many apples are left?"), Task("b", "What is the capital?"), Task("c", "Why is it there?")]
 
 
+def _prompts(recipe, loaded, send):
+    return run_rounds(loaded.system, recipe.recursivemas, TASKS, thinker(4), send).prompts
+
+
 def _blocks(recipe, loaded, send):
-    out = run_rounds(loaded.system, recipe.recursivemas, TASKS, thinker(4), send)
-    return [next(s.handle for s in p.segments if isinstance(s, Embeddings)) for p in out.prompts]
+    return [next(s.handle for s in p.segments if isinstance(s, Embeddings)) for p in _prompts(recipe, loaded, send)]
 
 
 def test_t25_zero_blocks_hold_nothing_and_keep_their_place(make_system):
@@ -27,11 +31,33 @@ def test_t25_zero_blocks_hold_nothing_and_keep_their_place(make_system):
     assert all(p.any() for p in plain)
 
 
-def test_t25_shuffled_blocks_come_from_another_question_of_the_batch(make_system):
-    recipe, loaded = make_system("distillation", rounds=1)
-    plain = _blocks(recipe, loaded, sender(loaded.system))
-    crossed = _blocks(recipe, loaded, shuffled(sender(loaded.system), (2, 0, 1)))
-    assert all(torch.equal(crossed[b], plain[source]) for b, source in enumerate((2, 0, 1)))
+@pytest.mark.parametrize("style", ["distillation", "sequential_light"])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 0, 2)])
+def test_t25_shuffled_blocks_come_from_another_question_over_any_number_of_edges(make_system, style, rounds, order):
+    recipe, loaded = make_system(style, rounds=rounds)
+    plain = sender(loaded.system)
+    own = _blocks(recipe, loaded, plain)
+    crossed = _blocks(recipe, loaded, shuffled(plain, order, loaded.system.graph.decoder, rounds))
+    assert all(torch.equal(crossed[b], own[source]) for b, source in enumerate(order))
+
+
+def test_t25_shuffled_feedback_that_a_decoder_hears_is_crossed_too(make_recipe):
+    roles = {"a": {"first": "{question}", "prompt": "{question} {b}"}, "b": {"first": "{a}", "prompt": "{a} {c}"}}
+    roles["c"] = {"prompt": "{question}"}
+    edges = [{"source": "a", "target": "b"}, {"source": "c", "target": "b", "feedback": True}]
+    edges += [{"source": "b", "target": "a", "feedback": True}]
+    models = dict.fromkeys(roles, "tiny-llama")
+    recipe = make_recipe("custom", models, roles=roles, edges=edges, decoder="b")
+    loaded = load_system(recipe)
+    plain, order = sender(loaded.system), (1, 2, 0)
+    heard = [
+        [[s.handle for s in p.segments if isinstance(s, Embeddings)] for p in _prompts(recipe, loaded, send)]
+        for send in (plain, shuffled(plain, order, "b", 2))
+    ]
+    for b, source in enumerate(order):
+        assert len(heard[1][b]) == 2
+        assert all(torch.equal(x, y) for x, y in zip(heard[1][b], heard[0][source], strict=True))
 
 
 @given(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=40), st.integers(0, 5))
