@@ -67,7 +67,7 @@ def text_states(
     positions = positions_of(mask)[:, -inputs.shape[1] :]
 
     def run(embeds: Tensor) -> Tensor:
-        cached = {"use_cache": False}
+        cached: dict[str, object] = {"use_cache": False}
         if lead.layers:
             cache = lead.open()
             cached = {"past_key_values": cache, "step_cache": cache, "use_cache": True}

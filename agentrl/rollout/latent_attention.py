@@ -57,6 +57,12 @@ class StepLayer(DynamicLayer):
         self.step_values.append(value_states)
         return key_states, value_states
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the lead and the prompt."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
     def get_seq_length(self) -> int:
         if not self.is_initialized:
             return 0 if self.lead is None else self.lead[0].shape[2]

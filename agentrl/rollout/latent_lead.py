@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.rollout.hf_attention import LINEAR
-from agentrl.rollout.latent_attention import StepCache, step_attention
+from agentrl.rollout.latent_attention import StepCache, StepLayer, step_attention
 from agentrl.rollout.latent_backbone import Backbone, positions_of
 from agentrl.rollout.latent_cache import leading_ids
 from agentrl.types import Prompt
@@ -103,7 +103,8 @@ def compute_leads(backbone: Backbone, rests: Sequence[Sequence[int]], shared: La
             step_cache=cache,
             use_cache=True,
         )
-    return tuple((layer.keys, layer.values) for layer in cache.layers)
+    # The caller lets no linear attention in: every layer holds keys and values.
+    return tuple(layer.held() for layer in cache.layers if isinstance(layer, StepLayer))
 
 
 def _ones(backbone: Backbone, rows: int, columns: int) -> Tensor:

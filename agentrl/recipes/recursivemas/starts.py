@@ -75,13 +75,18 @@ def ridge(x_NI: Tensor, y_NO: Tensor) -> Tensor:
     """W (O, I) that minimises |x W^T - y|^2 + l |W|^2, l a small part of the spread of x."""
     gram_II = x_NI.T @ x_NI
     penalty = _RIDGE * gram_II.diagonal().mean()
-    return torch.linalg.solve(gram_II + penalty * torch.eye(len(gram_II), device=x_NI.device), x_NI.T @ y_NO).T
+    weight_IO: Tensor = torch.linalg.solve(
+        gram_II + penalty * torch.eye(len(gram_II), device=x_NI.device), x_NI.T @ y_NO
+    )
+    return weight_IO.T
 
 
 def _shared_tokens(source: Agent, target: Agent) -> tuple[list[int], list[int]]:
     """Ids of the same token in both vocabularies, in the source's order."""
     if source.backbone is target.backbone:
-        ids = list(range(source.backbone.embeddings.weight.shape[0]))
+        weight = source.backbone.embeddings.weight
+        assert isinstance(weight, Tensor)
+        ids = list(range(weight.shape[0]))
         return ids, ids
     own, other = source.chat.format.vocabulary, target.chat.format.vocabulary
     pairs = sorted((own[token], other[token]) for token in own.keys() & other.keys())
