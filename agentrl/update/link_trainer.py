@@ -48,6 +48,7 @@ class LinkTrainer:
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
         self.steps = 0
         self.broken_steps = 0
+        self.moved: frozenset[str] = frozenset()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -55,6 +56,7 @@ class LinkTrainer:
 
     def step(self) -> StepStats:
         """Clip by the global norm and take one step; gradients are dropped. One that is not finite skips the step.
+        `moved` then names the links that it changed.
 
         Raises `DivergedError` after three such steps in a row.
         """
@@ -64,6 +66,7 @@ class LinkTrainer:
         if not math.isfinite(norm):
             broken = next((n for n, g in grads.items() if not bool(torch.isfinite(g).all())), "the global norm")
             self.broken_steps += 1
+            self.moved = frozenset()
             self.zero_grad()
             if self.broken_steps >= MAX_BROKEN_STEPS:
                 raise DivergedError(
@@ -79,6 +82,7 @@ class LinkTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.moved = frozenset(name.partition(".")[0] for name in grads)
         self.zero_grad()
         self.steps += 1
         return StepStats(norm, lr, applied=True)

@@ -47,6 +47,17 @@ def test_t30_a_resumed_run_is_the_unbroken_run(tmp_path):
             assert torch.equal(a, b)
 
 
+def test_a_step_names_the_links_that_it_moved():
+    links = _links()
+    trainer = LinkTrainer(links, OPTIM, 10)
+    links["inner-a"](torch.ones(1, 8)).sin().sum().backward()
+    trainer.step()
+    assert trainer.moved == {"inner-a"}
+    (links["outer-a-b"](torch.ones(1, 8)).sum() * float("nan")).backward()
+    trainer.step()
+    assert trainer.moved == set()
+
+
 def test_the_rate_follows_the_schedule_and_matrices_alone_decay():
     links = _links()
     trainer = LinkTrainer(links, OPTIM, 10)

@@ -16,7 +16,14 @@ from agentrl.errors import AgentRLError, MissingError
 from agentrl.models import find
 from agentrl.preflight.check import missing_callable
 from agentrl.recipes.recursivemas.config import GRADERS, RecursiveRecipe
-from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, link_name, links_folder, outer_name
+from agentrl.recipes.recursivemas.link_folders import (
+    file_in,
+    inner_name,
+    link_name,
+    links_folder,
+    outer_name,
+    used_names,
+)
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
 from agentrl.types import Task
 from agentrl.update.link_header import read_metadata
@@ -84,7 +91,7 @@ def _links(recipe: RecursiveRecipe, configs: dict[str, tuple[Path, dict[str, Any
                 cause = f"{file_in(folder, name)} was made with {what} {told[name].get(what)!r}, here it is {value!r}"
                 yield "error", key, f"{cause}; name the links of these models and forms, or train them"
                 return
-    random = [name for name, metadata in told.items() if metadata["training"] is None]
+    random = [name for name in used_names(config) if told[name]["training"] is None]
     if random and not config.allow_untrained:
         text = f"{', '.join(random)} hold random weights; train them, or give --allow-untrained to answer with them"
         yield "info", key, text

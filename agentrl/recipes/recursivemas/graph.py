@@ -95,6 +95,14 @@ class Graph:
         """Latent rollouts per question."""
         return sum(len(self.working(r, rounds)) for r in range(1, rounds + 1))
 
+    def used(self, rounds: int) -> tuple[tuple[str, ...], tuple[Edge, ...]]:
+        """The agents that think in some round and the edges that carry a block: whose links an answer depends on. One
+        round has no use for feedback, nor for the decoder's inner link."""
+        working = {number: self.working(number, rounds) for number in range(1, rounds + 1)}
+        agents = {agent for names in working.values() for agent in names}
+        edges = {e for n, names in working.items() for a in names for e in self.outgoing(a, n, rounds)}
+        return tuple(a for a in self.agents if a in agents), tuple(e for e in self.edges if e in edges)
+
     def _sorted(self) -> tuple[str, ...]:
         """Agents after everyone whom they hear within a round, else in the config's order."""
         done: list[str] = []

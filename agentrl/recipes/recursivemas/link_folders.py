@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.config.shipped import shipped_links
 from agentrl.errors import ConfigError, MissingError
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.config import RecursiveConfig, RecursiveRecipe
 from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.run import latest_checkpoint
 from agentrl.update.link_header import read_metadata
@@ -18,6 +18,12 @@ def inner_name(agent: str) -> str:
 
 def outer_name(edge: Edge) -> str:
     return f"outer-{edge.name}"
+
+
+def used_names(config: RecursiveConfig) -> tuple[str, ...]:
+    """The links that the recipe's rounds go through."""
+    agents, edges = config.graph.used(config.rounds)
+    return (*map(inner_name, agents), *map(outer_name, edges))
 
 
 def file_in(folder: Path, name: str) -> Path:
@@ -52,13 +58,12 @@ def links_folder(name: str, runs: str) -> Path:
 
 
 def refuse_untrained(recipe: RecursiveRecipe) -> None:
-    """Before a run folder is made or a model loads: raises `ConfigError` where links are random and not allowed to be,
-    and `MissingError` where they are not there."""
+    """Before a run folder is made or a model loads: raises `ConfigError` where links that the rounds use are random and
+    not allowed to be, and `MissingError` where they are not there."""
     config = recipe.recursivemas
     if config.links is not None:
         folder = links_folder(config.links, recipe.run.dir)
-        names = [*map(inner_name, config.graph.agents), *map(outer_name, config.graph.edges)]
-        random = [name for name in names if read_metadata(file_in(folder, name))["training"] is None]
+        random = [n for n in used_names(config) if read_metadata(file_in(folder, n))["training"] is None]
         if random and not config.allow_untrained:
             raise refused_untrained(f"{config.links}: {', '.join(random)} hold random weights")
     elif config.official is None and not config.allow_untrained:

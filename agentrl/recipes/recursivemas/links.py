@@ -16,7 +16,14 @@ import torch
 from agentrl.errors import DataError, MissingError
 from agentrl.recipes.recursivemas.config import OfficialLinks, RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
-from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, links_folder, outer_name, refused_untrained
+from agentrl.recipes.recursivemas.link_folders import (
+    file_in,
+    inner_name,
+    links_folder,
+    outer_name,
+    refused_untrained,
+    used_names,
+)
 from agentrl.rollout.latent import Backbone
 from agentrl.update.link_files import (
     LinkSpec,
@@ -34,7 +41,8 @@ from agentrl.update.links import InnerLink, Link, OuterLink, mean_token_norm
 class Links:
     """Inner links by agent, outer links by edge, and what each is.
 
-    `training` says how each link was trained, by its name (`inner_name`, `outer_name`): None for random weights.
+    `training` says how each link was trained, by its name (`inner_name`, `outer_name`): None for random weights. `used`
+    are the names of those that the recipe's rounds go through.
     """
 
     inner: Mapping[str, InnerLink]
@@ -42,6 +50,7 @@ class Links:
     inner_specs: Mapping[str, LinkSpec]
     outer_specs: Mapping[Edge, LinkSpec]
     training: Mapping[str, Mapping[str, Any] | None]
+    used: tuple[str, ...]
 
     @property
     def untrained(self) -> tuple[str, ...]:
@@ -49,8 +58,8 @@ class Links:
 
     @property
     def trained(self) -> bool:
-        """Whether every link is."""
-        return not self.untrained
+        """Whether every link that is used is."""
+        return not set(self.untrained) & set(self.used)
 
     @property
     def by_name(self) -> dict[str, Link]:
@@ -105,7 +114,8 @@ def new_links(config: RecursiveConfig, backbones: Mapping[str, Backbone], seed: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         built = {a: s.build() for a, s in inner.items()}, {e: s.build() for e, s in outer.items()}
-    return _links(*built, inner, outer, dict.fromkeys((*map(inner_name, inner), *map(outer_name, outer))))
+    names = (*map(inner_name, inner), *map(outer_name, outer))
+    return _links(*built, inner, outer, dict.fromkeys(names), used_names(config))
 
 
 def open_links(
@@ -138,9 +148,11 @@ def open_links(
         inner,
         outer,
         training,
+        used_names(config),
     )
-    if links.untrained and not allowed:
-        raise refused_untrained(f"{config.links}: {', '.join(links.untrained)} hold random weights")
+    if not links.trained and not allowed:
+        random = ", ".join(name for name in links.untrained if name in links.used)
+        raise refused_untrained(f"{config.links}: {random} hold random weights")
     return links
 
 
@@ -179,6 +191,7 @@ def _links(
     inner_specs: Mapping[str, LinkSpec],
     outer_specs: Mapping[Edge, LinkSpec],
     training: Mapping[str, Mapping[str, Any] | None],
+    used: tuple[str, ...],
 ) -> Links:
     return Links(
         {a: link for a, link in inner.items() if isinstance(link, InnerLink)},
@@ -186,4 +199,5 @@ def _links(
         inner_specs,
         outer_specs,
         training,
+        used,
     )

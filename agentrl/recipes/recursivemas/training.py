@@ -182,9 +182,10 @@ def _load_links(t: LinkTraining, folder: Path) -> None:
 
 
 def mark_trained(t: LinkTraining, step: int) -> None:
-    """Let the links that a step moved say how they were trained so far."""
+    """Let the links that a step moved say how they were trained so far. A link that no round goes through stays new."""
     assert t.stage is not None
-    t.links = t.links.after(trained_names(t.recipe, t.links, t.stage), _how(t.recipe, t.stage, step))
+    assert t.trainer is not None
+    t.links = t.links.after(t.trainer.moved, _how(t.recipe, t.stage, step))
 
 
 def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:

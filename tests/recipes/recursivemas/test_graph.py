@@ -54,6 +54,13 @@ def test_t13_feedback_is_heard_from_round_2_and_not_sent_in_the_last():
     assert [e.target for e in graph.outgoing("a", 2, 2)] == ["b"]
 
 
+def test_one_round_uses_neither_feedback_nor_the_decoders_inner_link():
+    graph = ring("abc")
+    agents, edges = graph.used(1)
+    assert (agents, [e.name for e in edges]) == (("a", "b"), ["a-b", "b-c"])
+    assert graph.used(2) == (graph.agents, graph.edges)
+
+
 def test_t15_one_round_has_no_feedback_rollout():
     assert ring("abc").working(1, 1) == ("a", "b")
 

@@ -126,6 +126,19 @@ def test_t18_the_inner_stage_raises_the_held_out_cosine_and_moves_inner_links_al
     assert moved == {name for name in LINKS if name.startswith("inner")}
 
 
+def test_a_link_that_no_round_goes_through_stays_untrained_and_is_refused_where_it_is_used(cli, ring):
+    sets = ("recursivemas.train.stage=both", "recursivemas.train.inner_steps=1", "recursivemas.rounds=1")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "2", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert {name for name, how in done.json["links"]["training"].items() if how is None} == {"outer-solver-planner"}
+    assert done.json["links"]["trained"] is True
+    asked = ("recursivemas", "infer", "ring.yaml", "--links", "r", "--question", "What?", "--rounds")
+    assert cli(*asked, "1").code == 0
+    refused = cli(*asked, "2")
+    assert refused.code == 2
+    assert "outer-solver-planner hold random weights" in refused.err
+
+
 def test_both_stages_in_one_run_make_links_that_need_no_leave(cli, ring):
     sets = ("recursivemas.train.stage=both", "recursivemas.train.inner_steps=1")
     done = cli("recursivemas", "train", "ring.yaml", "--steps", "2", "--name", "r", "--json", sets=sets)
