@@ -68,7 +68,8 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     with quiet_libraries():
         engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window, adapters=adapters)
         try:
-            formats = {name: ChatFormat.from_folder(folder) for name, folder in folders.items()}
+            by_folder = {folder: ChatFormat.from_folder(folder) for folder in dict.fromkeys(folders.values())}
+            formats = {name: by_folder[folder] for name, folder in folders.items()}
             yield Session(placed, folders, engine, gate, tools, formats, adapters)
         finally:
             await engine.close()

@@ -130,9 +130,9 @@ def _windows(recipe: RecursiveRecipe, configs: dict[str, tuple[Path, dict[str, A
         folder, model = configs[policy]
         window = model.get("max_position_embeddings") or model.get("n_positions")
         try:
-            chat = Chat(
-                formats.setdefault(folder, ChatFormat.from_folder(folder)), enable_thinking=config.enable_thinking
-            )
+            if folder not in formats:
+                formats[folder] = ChatFormat.from_folder(folder)
+            chat = Chat(formats[folder], enable_thinking=config.enable_thinking)
             for number in (1, 2)[: config.rounds]:
                 text = config.prompt_of(name, number)
                 task = Task("check", "", info=_Blank())
