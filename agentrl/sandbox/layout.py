@@ -3,6 +3,9 @@
 Inside, the interpreter lies at /opt/python and the site-packages at /opt/packages, wherever they lie on the host, so
 no path of a home or a project exists. There is no shell and no other program. /box is the only writable place (a
 size-capped tmpfs; /tmp and /workspace point into it), with a small /dev/shm beside it for locks between processes.
+
+Folders of packages that hold the answers of tasks are empty inside: the data sets that scikit-learn and scipy bring
+along, of which `dsbench-sklearn` is made, and agentrl itself where it is installed from a wheel.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ _PYTHON, _PACKAGES = "/opt/python", "/opt/packages"
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 _ROOT_LINKS = ("/lib", "/lib32", "/lib64")
 _SHM_MIB = 16
+_EMPTY = ("sklearn/datasets/data", "scipy/spatial/tests/data", "agentrl")  # below site-packages
 
 # One thread each: thread pools count as processes, and many calls share the machine.
 _ONE_THREAD = (
@@ -74,6 +78,9 @@ def build_layout(workspace_mib: int) -> Layout:
         *("--size", str(workspace_mib << 20), "--perms", "0700", "--tmpfs", "/box"),
         *("--symlink", "box/tmp", "/tmp", "--symlink", "box/work", "/workspace", "--remount-ro", "/"),
     ]
+    for index, folder in enumerate(packages):
+        for inner in (f"{_PACKAGES}/{index}/{name}" for name in _EMPTY if os.path.isdir(f"{folder}/{name}")):
+            mounts_after += ["--size", "4096", "--perms", "0555", "--tmpfs", inner, "--remount-ro", inner]
     env = {
         "PATH": f"{_PYTHON}/bin",
         "LD_LIBRARY_PATH": f"{_PYTHON}/lib",

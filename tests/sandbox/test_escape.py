@@ -109,6 +109,26 @@ def test_the_project_cannot_be_imported() -> None:
     assert result.stdout == "no such module\n", result
 
 
+def test_the_data_sets_of_packages_hold_no_answers() -> None:
+    """`dsbench-sklearn` is made of them: a program that loads one would read the hidden rows. Where the interpreter
+    has no such package (as in `test_plain_user.py`) there is nothing to hide."""
+    result = run(
+        """
+        import importlib.util, os
+        for package, inner in (("sklearn", "datasets/data"), ("scipy", "spatial/tests/data")):
+            found = importlib.util.find_spec(package)
+            folder = None if found is None else f"{found.submodule_search_locations[0]}/{inner}"
+            print([] if folder is None else os.listdir(folder))
+            try:
+                open(f"{folder or '/opt'}/x", "w")
+            except OSError:
+                print("refused")
+        """
+    )
+    assert result.status == "ok", result.stderr
+    assert result.stdout.split() == ["[]", "refused"] * 2
+
+
 def test_the_environment_and_the_hosts_processes_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_PLANTED", "planted-value")
     code = """
