@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.schema import CoachConfig
@@ -87,7 +87,7 @@ async def _coach_eval(recipe: MappaRecipe, options: VerbOptions, run: Run) -> di
         "repeats": exam.repeats,
         "injections": len(exam.attacks),
         "coaches": measured,
-        "calibration": calibration(own),
+        "calibration": calibration(own, recipe.coach),
     }
     run.write_file("scores.jsonl", "".join(json.dumps(row) + "\n" for row in _rows(actions, labels, results)))
     run.write_file(PLOT, draw(actions, labels, results, measured))
@@ -143,10 +143,11 @@ async def score_all(
 
 
 async def baselines(exam: Exam, asked: Scored, seed: int) -> dict[str, Scored]:
-    """What every coach stands beside: a constant, chance, and its own scores dealt out anew."""
-    attacks = [(view, asked.attacked[name]) for name, view in exam.attacks.items()]
+    """What every coach stands beside: a constant, chance, and its own scores dealt out anew, which cost nothing."""
+    attacks = [(view, replace(asked.attacked[name], info={})) for name, view in exam.attacks.items()]
     dealt: list[Coach] = [
-        ShuffledCoach(list(zip(exam.views, scores, strict=True)), seed + r) for r, scores in enumerate(asked.repeats)
+        ShuffledCoach([(v, replace(s, info={})) for v, s in zip(exam.views, scores, strict=True)], seed + r)
+        for r, scores in enumerate(asked.repeats)
     ]
     constant, chance = ConstantCoach(_MIDDLE), RandomCoach(seed)
     return {
@@ -162,9 +163,11 @@ def name_of(config: CoachConfig) -> str:
     return f"coach ({config.kind} {what})".replace(" )", ")")
 
 
-def calibration(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The `coach` keys that even out the means per kind of task, beside the offsets already in force."""
-    offsets = {kind: round(s["offset"], 3) for kind, s in own["strata"].items() if s["offset"] is not None}
+def calibration(own: Mapping[str, Any], config: CoachConfig) -> dict[str, Any]:
+    """The `coach` keys that even out the means per kind of task, in place of those in force, which the means hold."""
+    known = config.offsets if config.stratum == STRATUM_KEY else {}
+    found = {kind: s["offset"] for kind, s in own["strata"].items() if s["offset"] is not None}
+    offsets = dict(known) | {kind: round(known.get(kind, 0.0) + offset, 3) for kind, offset in found.items()}
     return {"stratum": STRATUM_KEY, "offsets": offsets}
 
 

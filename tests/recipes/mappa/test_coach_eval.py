@@ -162,6 +162,8 @@ def test_x03_cost_is_metered_and_what_the_budget_does_not_cover_is_missing(exami
     assert own["cost"]["calls"] == 100
     assert own["cost"]["cost_usd"] == pytest.approx(1.0)
     assert own["missing"]["n"] == 100
+    dealt = summary["coaches"]["shuffled"]["cost"]
+    assert (dealt["calls"], dealt["input_tokens"], dealt["cost_usd"]) == (0, 0, 0.0), "nobody was asked again"
     assert "budget" in next(iter(own["missing"]["reasons"]))
 
 
@@ -193,4 +195,5 @@ def test_x02_offsets_of_the_section_apply_as_they_would_in_training(examine):
     summary, _ = examine(lambda text: '{"analysis": "", "score": 4}', stratum="relation", offsets={"food": 1.5})
     strata = summary["coaches"][summary["coach"]]["strata"]
     assert {kind: s["mean"] for kind, s in strata.items()} == {kind: 5.5 if kind == "food" else 4.0 for kind in strata}
-    assert summary["calibration"]["offsets"]["food"] < 0
+    advised = summary["calibration"]["offsets"]
+    assert len({advised[kind] + 4.0 for kind in strata}) == 1, "they take the place of those in force"
