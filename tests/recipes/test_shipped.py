@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agentrl.config.shipped import shipped_recipes
 from agentrl.recipes.registry import load_recipe
@@ -282,3 +283,13 @@ def test_smoke_learns_from_something_on_the_embedded_model(name, folder):
     summary = json.loads(done.stdout)
     assert summary["policy_version"]["policy"] >= 1
     assert summary["eval_before"]["n"] == summary["eval_after"]["n"] == 16
+
+
+@pytest.mark.parametrize(("name", "steps"), [("smoke/mars", 158), ("smoke/mappa", 128)])
+def test_a_recipe_without_a_run_section_takes_options_that_set_a_part_of_it(name, steps, tmp_path):
+    sections = yaml.safe_load(shipped_recipes()[name].read_text("utf-8"))
+    del sections["run"]
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(sections, sort_keys=False), "utf-8")
+    run = load_recipe(str(path), ["run.dir=here"]).tree.run
+    assert (run.steps, run.dir) == (steps, "here")

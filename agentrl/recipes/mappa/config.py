@@ -118,6 +118,12 @@ class MappaRolloutConfig(RolloutConfig):
     group_size: int = Field(2, ge=1, description="rollouts per question; one is enough, no group is compared")
 
 
+class MappaRunConfig(RunConfig):
+    """The published run's length."""
+
+    steps: int = Field(128, ge=0)
+
+
 class MappaRecipe(BaseRecipe):
     """A MAPPA recipe: at least one agent, each with a policy of its own or a shared one."""
 
@@ -133,7 +139,7 @@ class MappaRecipe(BaseRecipe):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: MappaOptimConfig = MappaOptimConfig()
     rollout: MappaRolloutConfig = MappaRolloutConfig()
-    run: RunConfig = RunConfig(steps=128)
+    run: MappaRunConfig = MappaRunConfig()
     mappa: MappaConfig = MappaConfig()
 
     @model_validator(mode="after")

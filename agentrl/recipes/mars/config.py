@@ -80,6 +80,12 @@ class MarsConfig(Section):
     )
 
 
+class MarsRunConfig(RunConfig):
+    """One epoch of the paper's questions."""
+
+    steps: int = Field(158, ge=0)
+
+
 class MarsRecipe(BaseRecipe):
     """A MARS recipe. System 1 and System 2 sample from one policy unless `policies` names several."""
 
@@ -87,7 +93,7 @@ class MarsRecipe(BaseRecipe):
     agents: dict[str, AgentConfig] = Field(default_factory=lambda: {SYSTEM2: _system2(), SYSTEM1: _system1()})
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig(questions_per_step=32, group_size=16)
-    run: RunConfig = RunConfig(steps=158)
+    run: MarsRunConfig = MarsRunConfig()
     mars: MarsConfig = MarsConfig()
     reward: str = Field("exact_match", description="exact_match, f1, judge, or module:function of your own")
     judge: JudgeConfig | None = Field(None, description="with reward: judge")
