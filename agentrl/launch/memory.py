@@ -8,6 +8,7 @@ is right within a factor of two (`tests/preflight/test_memory.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -81,16 +82,18 @@ def estimate(
     trains: bool,
     references: bool,
     gpu_bytes: int | None = None,
+    gpus: int = 1,
     ranks: int = 1,
 ) -> Estimate:
     """What a run needs of the memory that its trainer is in. `trains` is false for a verb that only rolls out,
     `references` says that a frozen reference is asked for, `gpu_bytes` is the memory of the first GPU (None: the run is
-    on the CPU), and `ranks` the trainer processes that share this memory."""
+    on the CPU), `gpus` over how many vLLM's engines are spread, and `ranks` the trainer processes that share this
+    memory."""
     parts: list[Part] = []
     if trains:
         parts += _trainer(recipe, sizes, references=references, ranks=ranks)
         parts += _update(recipe, sizes, ranks=ranks)
-    parts += _engine(recipe, sizes, gpu_bytes)
+    parts += _engine(recipe, sizes, gpu_bytes, gpus)
     if gpu_bytes is None:
         parts.append(Part("the program and its libraries", int((_RUNTIME + _RANK * (ranks - 1)) * GIB), "free memory"))
     return Estimate(tuple(parts))
@@ -159,15 +162,19 @@ def _row(size: ModelSize, tokens: int, width: int, checkpointing: bool) -> int:
     return layer + size.layers * tokens * size.hidden * width if checkpointing else layer * size.layers
 
 
-def _engine(recipe: BaseRecipe, sizes: Mapping[str, ModelSize], gpu_bytes: int | None) -> Iterator[Part]:
-    """The engine's own weights and its cache. vLLM on a GPU takes its share whole, whatever the model."""
+def _engine(recipe: BaseRecipe, sizes: Mapping[str, ModelSize], gpu_bytes: int | None, gpus: int) -> Iterator[Part]:
+    """The engine's own weights and its cache. A vLLM engine on a GPU takes its share whole, whatever the model: the one
+    that the recipe sets, or its part of the default."""
     config, models = recipe.engine, recipe.policy_models
     if config.kind == "scripted":
         return
     groups = _groups(recipe, sizes)
     if config.kind == "vllm" and gpu_bytes is not None:
-        share = _VLLM_SHARE if config.gpu_memory_utilization is None else config.gpu_memory_utilization
-        yield Part(f"vLLM's share of {share:g}", int(share * gpu_bytes), "lower engine.gpu_memory_utilization")
+        engines = math.ceil(len(groups) / gpus)
+        share = config.gpu_memory_utilization
+        share = _VLLM_SHARE if share is None else share * engines
+        what = "vLLM's share of" if engines == 1 else f"the share of {engines} vLLM engines, together"
+        yield Part(f"{what} {share:g}", int(share * gpu_bytes), "lower engine.gpu_memory_utilization")
         return
     dtype = config.dtype or next(iter(models.values())).dtype
     width = _width(dtype)

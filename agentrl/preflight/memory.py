@@ -40,6 +40,7 @@ def memory_remarks(recipe: BaseRecipe, placed: Plan, hardware: Hardware, *, trai
         trains=trains,
         references=recipe.needs_reference,
         gpu_bytes=None if first is None else first.memory_bytes,
+        gpus=max(1, len(placed.gpus)),
         ranks=1 if on_gpu else placed.ranks,
     )
     total = hardware.total_bytes if first is None else first.memory_bytes

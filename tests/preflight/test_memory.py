@@ -32,9 +32,9 @@ def _size(place: str = "m", adapter: int = 0, begins: str | None = None) -> Mode
 
 
 def _estimate(policies: dict[str, dict[str, Any]], sizes: dict[str, ModelSize], **given: Any) -> Estimate:
-    """Of a recipe with an agent per policy; `references`, `trains`, `ranks` and `gpu_bytes` go on to `estimate`, other
-    keys are sections."""
-    asked = {key: given.pop(key) for key in ("references", "trains", "ranks", "gpu_bytes") if key in given}
+    """Of a recipe with an agent per policy; `references`, `trains`, `ranks`, `gpu_bytes` and `gpus` go on to
+    `estimate`, other keys are sections."""
+    asked = {key: given.pop(key) for key in ("references", "trains", "ranks", "gpu_bytes", "gpus") if key in given}
     recipe = BaseRecipe.model_validate(
         {
             "method": "any",
@@ -122,6 +122,13 @@ def test_on_a_gpu_vllm_takes_its_share_whole():
     )
     assert found.largest.fix == "lower engine.gpu_memory_utilization"
     assert 40 * GIB < found.bytes < 41 * GIB
+    team, sizes = {name: {} for name in "abc"}, {name: _size() for name in "abc"}
+    half = {"kind": "vllm", "gpu_memory_utilization": 0.3}
+    for gpus, share in ((1, 0.9), (2, 0.6), (3, 0.3)):
+        found = _estimate(team, sizes, engine=half, gpu_bytes=80 * GIB, gpus=gpus)
+        assert found.largest.bytes == int(share * 80 * GIB), f"{gpus} GPUs"
+    found = _estimate(team, sizes, engine={"kind": "vllm"}, gpu_bytes=80 * GIB)
+    assert found.largest.bytes == int(0.85 * 80 * GIB), "the default is divided among the engines"
 
 
 @pytest.fixture
