@@ -29,13 +29,15 @@ class TextStates:
     """Hidden states (after the final norm) around known text.
 
     `before_BTD[b, t]` predicts token t, `at_BTD[b, t]` is the state at token t itself. `ids_BT` are the tokens,
-    `mask_BT` is True where there is one.
+    `mask_BT` is True where there is one. `computed` positions of prompts and texts went through the model, all rows
+    together (what they share counts once, padding not at all).
     """
 
     before_BTD: Tensor
     at_BTD: Tensor
     ids_BT: Tensor
     mask_BT: Tensor
+    computed: int
 
 
 def text_states(
@@ -58,7 +60,9 @@ def text_states(
         )
     longest = max(map(len, texts))
     backbone.check_fits(max(map(len, prompts)), longest, "tokens of text")
+    before = 0 if leads is None else leads.computed
     lead = leads_of(backbone, prompts, leads, longest)
+    shared = 0 if leads is None else leads.computed - before
     embeds_BRD, mask_BR = pad_prompts(backbone, prompts, lead.skip)
     ids_BT = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=backbone.device)
     mask_BT = torch.tensor([[t < len(text) for t in range(longest)] for text in texts], device=backbone.device)
@@ -81,7 +85,8 @@ def text_states(
         if checkpointed and torch.is_grad_enabled()
         else run(inputs)
     )
-    return TextStates(hidden[:, :-1], hidden[:, 1:], ids_BT, mask_BT)
+    own = sum(len(prompt) - lead.shared + len(text) for prompt, text in zip(prompts, texts, strict=True))
+    return TextStates(hidden[:, :-1], hidden[:, 1:], ids_BT, mask_BT, shared + own)
 
 
 def text_logprobs(backbone: Backbone, states: TextStates) -> Tensor:

@@ -25,11 +25,13 @@ Layers = tuple[tuple[Tensor, Tensor], ...]  # keys and values of every layer, (1
 
 
 class LeadMemory:
-    """Keys and values of ids that whole batches begin with, by model. Frozen models only: nothing is ever stale."""
+    """Keys and values of ids that whole batches begin with, by model. Frozen models only: nothing is ever stale.
+    `computed` positions went through models for them so far."""
 
     def __init__(self, capacity: int = 16) -> None:
         self._kept: OrderedDict[tuple[Backbone, tuple[int, ...]], Layers] = OrderedDict()
         self._capacity = capacity
+        self.computed = 0
 
     def recall(self, backbone: Backbone, common: tuple[int, ...]) -> tuple[tuple[int, ...], Layers]:
         """The longest kept beginning of `common`, unless that is much shorter: then all of `common` is computed."""
@@ -38,6 +40,7 @@ class LeadMemory:
         if best is None or 4 * len(best[1]) < 3 * len(common):
             best = (backbone, common)
             self._kept[best] = compute_leads(backbone, [common], None)
+            self.computed += len(common)
             if len(self._kept) > self._capacity:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(best)

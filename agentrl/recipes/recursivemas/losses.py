@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from agentrl.types import Embeddings, Prompt, Task
 
 OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Ids = Sequence[int]
+ROOM = 1 << 30  # bytes of states that a run keeps, at most
 MAX_BLOCK = 80  # teacher-forced states that are sent on, at most (the released `max_latent_tokens`)
 
 
@@ -93,30 +94,36 @@ class Reuse:
     known text after prompts without blocks (stage 1); and, with frozen inner links, the states of an agent whose
     prompt holds no block (the first one in round 1), which are thought once.
 
-    States are kept in the model's dtype, m vectors per question and one per text token.
+    States are kept in the model's dtype, m vectors per question and one per text token; once `room` bytes are taken,
+    what is new is computed each time. `read_positions` went through models for known texts so far.
     """
 
     leads: LeadMemory | None = None
     states: dict[tuple[str, int, tuple[int, ...]], Tensor] | None = None
     texts: dict[tuple[Backbone, tuple[int, ...], tuple[int, ...]], Tensor] | None = None
+    room: int = ROOM
+    read_positions: int = 0
 
     @classmethod
-    def begin(cls) -> Reuse:
-        return cls(LeadMemory(), {}, {})
+    def begin(cls, room: int = ROOM) -> Reuse:
+        return cls(LeadMemory(), {}, {}, room)
 
     @torch.no_grad()
     def read(self, backbone: Backbone, prompts: Sequence[Prompt], texts: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         """The state before every text token (N, D), row after row, and the tokens (N,)."""
-        known = {} if self.texts is None else self.texts
+        known = dict[tuple[Backbone, Ids, Ids], Tensor]() if self.texts is None else self.texts
         keys = [(backbone, prompt.ids, tuple(text)) for prompt, text in zip(prompts, texts, strict=True)]
         new = {key: row for row, key in enumerate(keys) if key not in known}
+        found = {key: known[key] for key in keys if key in known}
         if new:
             rows = list(new.values())
             states = text_states(backbone, [prompts[r] for r in rows], [texts[r] for r in rows], leads=self.leads)
+            self.read_positions += states.computed
             for key, before_TD, mask_T in zip(new, states.before_BTD, states.mask_BT, strict=True):
-                known[key] = before_TD[mask_T].clone()
+                found[key] = before_TD[mask_T].clone()
+                self._keep(known, key, found[key])
         ids_N = torch.tensor([i for text in texts for i in text], device=backbone.device)
-        return torch.cat([known[key] for key in keys]), ids_N
+        return torch.cat([found[key] for key in keys]), ids_N
 
     def rollout(self, agent: Agent, prompts: Sequence[Prompt], steps: int) -> Rollout:
         """Without gradients, and only for prompts that were not thought about before."""
@@ -125,6 +132,7 @@ class Reuse:
             return latent_rollout(agent.backbone, prompts, agent.inner, steps)
         keys = [(agent.name, steps, ids) for ids in texts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.states}
+        found = {key: self.states[key] for key in keys if key in self.states}
         computed = {}
         if new:
             with torch.no_grad():
@@ -132,8 +140,9 @@ class Reuse:
                     agent.backbone, list(new.values()), agent.inner, steps, checkpointed=False, leads=self.leads
                 )
             for key, states_mD, positions in zip(new, out.states_BmD, out.computed, strict=True):
-                self.states[key], computed[key] = states_mD.clone(), positions
-        states_BmD = torch.stack([self.states[key] for key in keys])
+                found[key], computed[key] = states_mD.clone(), positions
+                self._keep(self.states, key, found[key])
+        states_BmD = torch.stack([found[key] for key in keys])
         lengths = tuple(map(len, texts))
         kept = tuple(0 if key in computed else length for key, length in zip(keys, lengths, strict=True))
         return Rollout(
@@ -144,12 +153,18 @@ class Reuse:
             tuple(computed.get(key, 0) for key in keys),
         )
 
+    def _keep(self, known: dict[Any, Tensor], key: tuple[object, ...], states: Tensor) -> None:
+        size = states.numel() * states.element_size()
+        if size <= self.room:
+            self.room -= size
+            known[key] = states
+
 
 @dataclass(frozen=True, slots=True)
 class OuterLoss:
     """`loss` to differentiate; `by_round[r - 1]` the answer's mean cross-entropy from the decoder's prompt of round r,
-    None where it was not asked for. `stages`: what was thought on the way; `read` the positions of the decoder's
-    forwards over prompt and answer, all questions together."""
+    None where it was not asked for. `stages`: what was thought on the way; `read` the positions that the decoder's
+    forwards over prompt and answer computed, all questions together."""
 
     loss: Tensor
     by_round: tuple[Tensor | None, ...]
@@ -213,7 +228,7 @@ def outer_loss(
         loss = text_loss(text_logprobs(backbone, states), states)
         by_round.append(loss)
         total = total + weight * loss
-        read += sum(len(p) + len(a) for p, a in zip(prompts, asked_for, strict=True))
+        read += states.computed
     return OuterLoss(total, tuple(by_round), out.stages, read)
 
 

@@ -28,7 +28,7 @@ from agentrl.recipes.recursivemas.held_out import (
     refuse_long_tasks,
 )
 from agentrl.recipes.recursivemas.link_folders import links_folder
-from agentrl.recipes.recursivemas.losses import RoundGradients, inner_loss, outer_loss
+from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.starts import start_links
 from agentrl.recipes.recursivemas.texts import read_texts, with_random_answers
@@ -111,7 +111,8 @@ class Done:
 def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     """Equation 5 for every agent: its link maps states at its known text to the next token's embedding."""
     system, train = t.loaded.system, t.recipe.recursivemas.train
-    done = Done()
+    done, reuse = Done(), t.reuse or Reuse()
+    before = reuse.read_positions
     for name, agent in system.agents.items():
         total = sum(map(len, t.texts.of(name, tasks)))
         norms: list[float] = []
@@ -119,14 +120,14 @@ def inner_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
         for batch in _micro(t, tasks):
             prompts, texts = inner_prompts(system, t.recipe, name, batch, t.texts), t.texts.of(name, batch)
             tokens = sum(map(len, texts))
-            mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, t.reuse)
+            mean_loss = inner_loss(agent.backbone, agent.inner, prompts, texts, train.mse_weight, reuse)
             loss = mean_loss * (tokens / total)
             loss.backward()
             done.losses[name] = done.losses.get(name, 0.0) + loss.item()
             done.text_tokens += tokens
-            done.positions += tokens + sum(map(len, prompts))
         hook.remove()
         done.ratios[f"inner-{name}"] = [norm / t.token_norms[name] for norm in norms]
+    done.positions = reuse.read_positions - before
     done.loss = sum(done.losses.values()) / len(done.losses)
     return done
 

@@ -80,9 +80,23 @@ def test_t18_known_texts_are_read_once_per_run_with_the_same_loss(make_system):
     again = inner_loss(agent.backbone, agent.inner, PROMPTS[::-1], TEXTS[::-1], reuse=reuse)
     hook.remove()
     assert len(rows) == read
+    assert reuse.read_positions == sum(map(len, [*TEXTS, *(p.ids for p in PROMPTS)]))
     torch.testing.assert_close(both, plain, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-6)
     assert some.item() != pytest.approx(plain.item(), rel=1e-3)
+
+
+def test_states_of_known_texts_are_kept_in_bounded_memory(make_system):
+    _, loaded = make_system()
+    agent = loaded.system.agents["critic"]
+    plain = inner_loss(agent.backbone, agent.inner, PROMPTS, TEXTS)
+    first = len(TEXTS[0]) * agent.backbone.dim * 4
+    reuse = Reuse.begin(room=first + 1)
+    for _ in range(2):
+        kept = inner_loss(agent.backbone, agent.inner, PROMPTS, TEXTS, reuse=reuse)
+        torch.testing.assert_close(kept, plain, rtol=1e-4, atol=1e-6)
+    assert (len(reuse.texts), reuse.room) == (1, 1)
+    assert reuse.read_positions == 9 + 2 * 4  # the second text, for which there is no room, is read again
 
 
 def test_t18_the_inner_loss_falls_by_a_third_in_200_steps(make_system):

@@ -100,6 +100,17 @@ def test_t17_a_run_trains_outer_links_alone_and_writes_what_the_contract_names(c
     assert how == {"stage": "outer", "form": "rollout", "rounds": 2, "latent_steps": 3, "steps": 2, "seed": 42}
 
 
+def test_positions_count_what_was_computed_and_not_what_was_remembered(cli, ring):
+    sets = ("recursivemas.train.stage=inner", "recursivemas.train.batch=12", "data.eval.path=null")
+    sets += ("engine.deterministic=false",)
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "2", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    first, again = rows(ring / "runs/r/metrics.jsonl")
+    assert first["tokens/computed"] == first["recursivemas/positions"] > first["recursivemas/text_tokens"] > 0
+    assert again["tokens/computed"] == 0
+    assert again["recursivemas/text_tokens"] == first["recursivemas/text_tokens"]
+
+
 @pytest.mark.parametrize("form", ["first_step", "teacher_forced"])
 def test_every_form_of_training_is_named_in_metrics_summary_and_files(cli, ring, form):
     sets = (f"recursivemas.train.form={form}",)
