@@ -66,7 +66,9 @@ async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = No
     await refuse_open_sandbox(tools)
     dtype = next(iter(recipe.policy_models.values())).dtype
     with quiet_libraries():
-        engine = await start_engine(recipe, folders, gate, dtype=dtype, seed=seed, window=window, adapters=adapters)
+        engine = await start_engine(
+            recipe, folders, gate, dtype=dtype, seed=seed, window=window, device=placed.device, adapters=adapters
+        )
         try:
             by_folder = {folder: ChatFormat.from_folder(folder) for folder in dict.fromkeys(folders.values())}
             formats = {name: by_folder[folder] for name, folder in folders.items()}
@@ -93,14 +95,22 @@ async def start_engine(
     dtype: Literal["float32", "bfloat16"],
     seed: int,
     window: int | None,
+    device: Literal["cpu", "cuda"],
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> Engine:
-    """The engine of `recipe.engine`; `dtype` and `window` hold where its own keys are not set."""
+    """The engine of `recipe.engine`, hf on `device`; `dtype` and `window` hold where its own keys are not set."""
     from agentrl.rollout.engine import make_engine
 
     if recipe.engine.kind != "vllm":
         return make_engine(
-            recipe.engine, folders, dtype=dtype, seed=seed, gate=gate, max_model_len=window, adapters=adapters
+            recipe.engine,
+            folders,
+            dtype=dtype,
+            seed=seed,
+            gate=gate,
+            max_model_len=window,
+            adapters=adapters,
+            device=device,
         )
     from agentrl.rollout.vllm import VLLMEngine
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from agentrl.rollout.hf_generate import HFPolicy
 
+Device = Literal["cpu", "cuda"]
+
 
 def make_engine(
     config: EngineConfig,
@@ -28,13 +30,14 @@ def make_engine(
     gate: Gate,
     max_model_len: int | None = None,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    device: Device | None = None,
 ) -> Engine:
     """The engine that `config` names, serving `policies` (name -> folder in Hugging Face layout).
 
     `dtype` is used where `config.dtype` is not set, `max_model_len` where `config.max_model_len` is not set; without
     either, the window is the model's own. Policies that share a folder still have weights of their own, but for those
-    among `adapters`, which share one model. Raises `MissingError` for a folder that lacks files and `ConfigError` for
-    a model that the engine cannot serve.
+    among `adapters`, which share one model. The hf engine computes on `device`; none: on a GPU if there is one. Raises
+    `MissingError` for a folder that lacks files and `ConfigError` for a model that the engine cannot serve.
     """
     dtype = config.dtype or dtype
     window = config.max_model_len or max_model_len
@@ -52,7 +55,7 @@ def make_engine(
         )
     from agentrl.rollout.hf import HFEngine
 
-    served, shared = _load_hf(policies, adapters, dtype)
+    served, shared = _load_hf(policies, adapters, dtype, device)
     return HFEngine(
         served,
         seed=seed,
@@ -65,7 +68,10 @@ def make_engine(
 
 
 def _load_hf(
-    policies: Mapping[str, Path], adapters: Mapping[str, Adapter], dtype: Literal["float32", "bfloat16"]
+    policies: Mapping[str, Path],
+    adapters: Mapping[str, Adapter],
+    dtype: Literal["float32", "bfloat16"],
+    device: Device | None,
 ) -> tuple[dict[str, HFPolicy], dict[str, AdaptedModel]]:
     """Every policy, those among `adapters` on one model per folder, and those models by policy."""
     bases: dict[Path, tuple[HFPolicy, AdaptedModel]] = {}
@@ -73,10 +79,10 @@ def _load_hf(
     for name, folder in policies.items():
         adapter = adapters.get(name)
         if adapter is None:
-            served[name] = load_hf_policy(folder, dtype)
+            served[name] = load_hf_policy(folder, dtype, device)
             continue
         if folder not in bases:
-            policy = load_hf_policy(folder, dtype)
+            policy = load_hf_policy(folder, dtype, device)
             bases[folder] = policy, AdaptedModel(policy.model)
         served[name], shared[name] = bases[folder]
         if adapter.lora is not None:
@@ -86,8 +92,8 @@ def _load_hf(
     return served, shared
 
 
-def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"]) -> HFPolicy:
-    """Load a model folder for the hf engine. `dtype` is "float32" or "bfloat16"."""
+def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"], device: Device | None = None) -> HFPolicy:
+    """Load a model folder for the hf engine, onto `device`; none: a GPU if there is one."""
     import torch
 
     from agentrl.grammar import GrammarFactory
@@ -96,7 +102,7 @@ def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"]) -> HFPol
 
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, dtype)
-    if torch.cuda.is_available():
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         model = model.to("cuda")
     model.requires_grad_(False)
     grammar = GrammarFactory.from_folder(folder)

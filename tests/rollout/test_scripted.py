@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import pytest
+import torch
 
 from agentrl.config.schema import EngineConfig
 from agentrl.errors import ConfigError, EngineError
@@ -152,3 +153,11 @@ def test_the_factory_makes_scripted_and_hf_engines(tiny_folder, monkeypatch):
             make_engine(EngineConfig(kind="scripted"), folders, dtype="float32", seed=0, gate=gate)
 
     asyncio.run(main())
+
+
+def test_an_hf_engine_computes_where_the_run_does_whatever_gpus_are_there(tiny_folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folders = {"p": tiny_folder["llama"]}
+    hf = make_engine(EngineConfig(kind="hf"), folders, dtype="float32", seed=0, gate=Gate(), device="cpu")
+    assert str(hf._policies["p"].model.device) == "cpu"
+    asyncio.run(hf.close())
