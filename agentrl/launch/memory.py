@@ -45,12 +45,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`what` needs `bytes`, in a `phase`; `fix` tells how to need less."""
+    """`what` needs `bytes`, in a `phase`; `fix` tells how to need less. `guessed`: it hangs on how long texts will be."""
 
     what: str
     bytes: int
     fix: str
     phase: Phase = "always"
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class Estimate:
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self.counted)
+
+    @property
+    def certain(self) -> Estimate:
+        """The parts that the run needs whatever is said in it."""
+        return Estimate(tuple(part for part in self.parts if not part.guessed))
 
     @property
     def largest(self) -> Part:
@@ -195,7 +201,8 @@ def _engine(recipe: BaseRecipe, sizes: Mapping[str, ModelSize], gpu_bytes: int |
     rollouts = recipe.rollout
     rows = min(config.max_batch, rollouts.max_concurrent, rollouts.questions_per_step * rollouts.group_size)
     caches = {n: rows * _context(recipe, n) * 2 * s.layers * s.kv_width * width for n, s in sizes.items()}
-    yield Part("the engine's cache of keys and values", max(caches.values()), "lower engine.max_batch", "rollout")
+    what = "the engine's cache of keys and values"
+    yield Part(what, max(caches.values()), "lower engine.max_batch", "rollout", guessed=True)
 
 
 def _groups(recipe: BaseRecipe, sizes: Mapping[str, ModelSize]) -> list[list[str]]:

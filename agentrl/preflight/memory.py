@@ -19,7 +19,8 @@ Remark = tuple[Literal["error", "warning", "info"], str, str]
 
 
 def memory_remarks(recipe: BaseRecipe, placed: Plan, hardware: Hardware, *, trains: bool) -> Iterator[Remark]:
-    """The estimate: an error where it exceeds the memory that there is, a warning where it exceeds what is free."""
+    """The estimate: an error where what is certain exceeds the memory that there is, a warning where the whole does, or
+    exceeds what is free."""
     sizes: dict[str, ModelSize] = {}
     for name, model in recipe.policy_models.items():
         try:
@@ -52,8 +53,11 @@ def _compare(needed: Estimate, total: int, there: str, free: int) -> Remark:
     largest = needed.largest
     about = f"about {_gib(needed.bytes)} are needed"
     most = f"the largest part is {largest.what} ({_gib(largest.bytes)})"
-    if needed.bytes > total:
+    if needed.certain.bytes > total:
         return "error", f"{about}, {there} {_gib(total)}; {most}", largest.fix
+    if needed.bytes > total:
+        long = "where prompts are half as long as they may be"
+        return "warning", f"{about} {long}, {there} {_gib(total)}; {most}", largest.fix
     if needed.bytes > free:
         return "warning", f"{about}, {_gib(free)} are free now; {most}", f"end other programs, or {largest.fix}"
     return "info", f"{about}, {there} {_gib(total)}; {most}", ""

@@ -168,6 +168,19 @@ def test_check_refuses_what_exceeds_the_machine_by_naming_both_the_largest_part_
     assert "the first GPU (GPU Z) has 2.0 GiB" in _memory(load_recipe("mars-embedded", ["launch.gpus=1"])).message
 
 
+def test_what_hangs_on_how_long_texts_will_be_warns_and_refuses_nothing(machine, monkeypatch):
+    monkeypatch.setattr(preflight_memory, "model_size", lambda model: SMOLLM)
+    machine(12.0)
+    long = [f"agents.{name}.max_prompt_tokens=24576" for name in ("system1", "system2")]
+    found = _memory(load_recipe("mars-embedded", long))
+    assert (
+        found.level == "warning" and "where prompts are half as long as they may be, this machine has" in found.message
+    )
+    assert found.fix == "lower engine.max_batch"
+    machine(4.0)
+    assert _memory(load_recipe("mars-embedded", long)).level == "error"
+
+
 def test_a_refused_run_ends_before_its_folder_is_made(machine, monkeypatch, tmp_path, capsys):
     from agentrl.cli import app
 
