@@ -27,6 +27,10 @@ def findings(recipe: MappaRecipe) -> Iterator[Remark]:
         if target is not None and target not in known and (why := missing_callable(target)):
             cause = f"{target!r} is neither {', '.join(known)} nor a function: {why}"
             yield "error", key, f"{cause}; name one of them, or module:function (the current folder is searched too)"
+    credit = recipe.mappa.credit
+    if credit != "process" and recipe.coach.kind in ("endpoint", "local"):
+        cause = f"scores every action of training, though mappa.credit: {credit} takes nothing from its scores"
+        yield "warning", "coach", f"{cause}; coach.kind: rules, with coach.rules: evidence, spares its calls"
     try:
         forms = tool_forms(recipe)
     except AgentRLError:

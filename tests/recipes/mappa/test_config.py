@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from agentrl.recipes.mappa.config import MappaRecipe
+from agentrl.recipes.mappa.findings import findings
 from agentrl.recipes.mappa.team import TeamError, plan_team
 
 CHAIN = """
@@ -168,3 +169,15 @@ def test_policies_may_be_shared_or_frozen() -> None:
         ),
     )
     assert shared.normalisation_groups() == ("one", "partner")
+
+
+def test_check_tells_of_a_coach_that_is_asked_for_nothing() -> None:
+    paid = {"kind": "endpoint", "model": "gpt", "base_url": "http://127.0.0.1:9/v1"}
+
+    def warned(**changes: Any) -> list[str]:
+        return [text for level, key, text in findings(_recipe(**changes)) if (level, key) == ("warning", "coach")]
+
+    [text] = warned(coach=paid, reward="math", mappa={"credit": "outcome"})
+    assert "mappa.credit: outcome takes nothing from its scores" in text
+    assert warned(coach=paid) == []
+    assert warned(reward="math", mappa={"credit": "outcome"}) == []
