@@ -45,7 +45,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`what` needs `bytes`, in a `phase`; `fix` tells how to need less. `guessed`: it hangs on how long texts will be."""
+    """`what` needs `bytes`, in a `phase`; `fix` tells how to need less. `guessed`: by how long texts may become."""
 
     what: str
     bytes: int
