@@ -8,6 +8,7 @@ values are the same, drawn at random, so that only the note tells.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from agentrl.types import Task
 
@@ -102,6 +103,11 @@ def code_words(split: str, n: int, seed: int = 0) -> list[Task]:
     while len(words) < n:
         words += rng.sample(CODE_WORDS, len(CODE_WORDS))
     return _tasks("code word", split, words[:n], rng)
+
+
+def notes(split: str, n: int, seed: int = 0) -> list[Task]:
+    """The tasks of `code_words` whose question is the note itself, for a ring that is asked by whoever runs it."""
+    return [replace(task, question=task.info["note"], info={}) for task in code_words(split, n, seed)]
 
 
 def numbers(split: str, n: int, seed: int = 0) -> list[Task]:

@@ -52,6 +52,12 @@ EMBEDDED: Mapping[str, EmbeddedSet] = MappingProxyType(
             corpus=None,
             sizes={"train": 1920, "eval": 480},
         ),
+        "channel-notes": EmbeddedSet(
+            description="the notes of channel as questions: what is told is asked back",
+            tasks="agentrl.data.channel:notes",
+            corpus=None,
+            sizes={"train": 1920, "eval": 480},
+        ),
         "channel-numbers": EmbeddedSet(
             description="numbers of 1 to 6 digits, told in such a note",
             tasks="agentrl.data.channel:numbers",

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.load import load
 from agentrl.data import load_tasks, overlap
-from agentrl.data.channel import CODE_WORDS, code_words, numbers
+from agentrl.data.channel import CODE_WORDS, code_words, notes, numbers
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.held_out import inner_prompts
 from agentrl.recipes.recursivemas.prompts import user_parts
@@ -88,3 +88,9 @@ def test_t18_inner_links_may_train_behind_slots_that_hold_known_text(inner_slots
     texts = read_texts(recipe, system, [task])
     (prompt,) = inner_prompts(system, recipe, "b", [task], texts)
     assert f"Heard: {heard}." in system.agents["b"].chat.format.decode(prompt.ids)
+
+
+def test_notes_ask_what_they_tell():
+    for asked, told in zip(notes("eval", 48), code_words("eval", 48), strict=True):
+        assert (asked.question, asked.references, asked.id) == (told.info["note"], told.references, told.id)
+        assert not asked.info
