@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agentrl.config.schema import DatasetConfig
 from agentrl.data import BENCHMARKS, load_tasks
 from agentrl.errors import ConfigError, DataError
 from agentrl.files import encode
@@ -112,7 +113,7 @@ def held_out_tasks(recipe: RecursiveRecipe) -> list[Task]:
         key, dataset = "data", recipe.data
     if dataset.path is None:
         raise DataError(f"{key}.path: no held-out set is named", "name a file or a set (agentrl data list)")
-    public = dataset.format or (dataset.path if dataset.path in BENCHMARKS else None)
+    public = benchmark_of(dataset)
     if public is None:
         return load_tasks(dataset)
     form = BENCHMARKS[public].answer if public in BENCHMARKS else None
@@ -122,6 +123,11 @@ def held_out_tasks(recipe: RecursiveRecipe) -> list[Task]:
             f"set recursivemas.answer={form}",
         )
     return load_tasks(dataset, need_answer=form != "code", seed=recipe.run.seed)
+
+
+def benchmark_of(dataset: DatasetConfig) -> str | None:
+    """The public benchmark that a section reads; None for a set of the user's or an embedded one."""
+    return dataset.format or (dataset.path if dataset.path in BENCHMARKS else None)
 
 
 def _note_protocol(recipe: RecursiveRecipe, tasks: Sequence[Task], progress: Progress) -> None:

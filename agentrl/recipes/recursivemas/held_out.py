@@ -31,11 +31,11 @@ _LONGEST = 32  # questions whose ids are counted before a run
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """`items`: each task's score (1.0 right; stage inner: mean cosine of its agents' links), None where it is missing.
-    `losses`: mean cross-entropy of the answers' tokens, `as_used` after the recursion as it is used; for the leak probe
-    see `probe_losses`."""
+    `losses`: mean cross-entropy of the answers' tokens, `as_used` after the recursion as it is used, None where no
+    question has an answer as text; for the leak probe see `probe_losses`."""
 
     items: Mapping[str, float | None]
-    losses: Mapping[str, float]
+    losses: Mapping[str, float | None]
 
 
 async def grade(reward: Reward, trajectories: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
@@ -66,75 +66,91 @@ async def answered_held_out(
     scored = await grade(reward, [one for batch in batches for one in trajectories(recipe, batch)])
     lines = [json.dumps(record, ensure_ascii=False) for record in untrained_records(scored)]
     run.write_file(f"evals/step_{step:06d}.jsonl", "".join(line + "\n" for line in lines))
-    losses = {"as_used": used_loss(loaded.system, batches, texts)}
+    losses: dict[str, float | None] = {"as_used": used_loss(loaded.system, batches, texts)}
     if recipe.recursivemas.train.leak_probe:
         losses |= probe_losses(recipe, loaded.system, batches, texts)
     return HeldOut({one.trajectory.task.id: one.outcome.value for one in scored}, losses)
 
 
-def used_loss(system: System, batches: Sequence[Answered], texts: Texts) -> float:
-    """Mean cross-entropy per answer token after the prompts that the decoder answered from."""
-    tasks = [task for batch in batches for task in batch.tasks]
-    return _per_token(used_nats(system, batches, texts.answers_of(tasks)), texts.answers_of(tasks))
+def used_loss(system: System, batches: Sequence[Answered], texts: Texts) -> float | None:
+    """Mean cross-entropy per answer token after the prompts that the decoder answered from; None without answers."""
+    return _per_token(used_nats(system, batches, texts.answers), texts.answers)
 
 
 @torch.no_grad()
-def used_nats(system: System, batches: Sequence[Answered], answers: Sequence[Ids]) -> list[float]:
-    """The cross-entropy of one answer per question, summed over its tokens, in the order of the batches' questions."""
+def used_nats(system: System, batches: Sequence[Answered], answers: Mapping[str, Ids]) -> dict[str, float]:
+    """Task -> the cross-entropy of its answer, summed over tokens. Questions without an answer are left out."""
     backbone = system.agents[system.graph.decoder].backbone
-    nats: list[float] = []
+    nats: dict[str, float] = {}
     for batch in batches:
-        prompts = [action.request.prompt for action in batch.actions]
-        states = text_states(backbone, prompts, answers[len(nats) : len(nats) + len(prompts)])
-        nats += (-text_logprobs(backbone, states).sum(dim=-1)).tolist()
+        prompts = {
+            task.id: action.request.prompt
+            for task, action in zip(batch.tasks, batch.actions, strict=True)
+            if task.id in answers
+        }
+        if prompts:
+            states = text_states(backbone, list(prompts.values()), [answers[name] for name in prompts])
+            sums = (-text_logprobs(backbone, states).sum(dim=-1)).tolist()
+            nats |= dict(zip(prompts, sums, strict=True))
     return nats
 
 
 @torch.no_grad()
 def probe_losses(
     recipe: RecursiveRecipe, system: System, batches: Sequence[Answered], texts: Texts
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """The leak probe (T19): answers are drawn at random, so nothing but a leak can tell a question's own answer from
     another's. In the form of training: `as_trained` on its own answer, `other` on the next question's, and the paired
-    95% interval of the difference per token (`gap`, `gap_low`, `gap_high`)."""
+    95% interval of the difference per token (`gap`, `gap_low`, `gap_high`) over `pairs` questions: those that drew
+    another answer than the next one did. Without any the figures of the difference are None."""
     tasks = [task for batch in batches for task in batch.tasks]
-    own = texts.answers_of(tasks)
-    other = [*own[1:], own[0]]
+    own = {task.id: texts.answers[task.id] for task in tasks}
+    other = {
+        task.id: texts.answers[following.id]
+        for task, following in zip(tasks, [*tasks[1:], tasks[0]], strict=True)
+        if texts.answers[following.id] != own[task.id]
+    }
     if recipe.recursivemas.train.form == "teacher_forced":
         found = [_read_nats(recipe, system, tasks, texts, scored) for scored in (own, other)]
     else:
         found = [used_nats(system, batches, scored) for scored in (own, other)]
     per_token = [
-        {task.id: n / len(ids) for task, n, ids in zip(tasks, nats, scored, strict=True)}
+        {name: n / len(scored[name]) for name, n in nats.items()}
         for nats, scored in zip(found, (own, other), strict=True)
     ]
     gap = paired_rise(per_token[0], per_token[1])
-    told = {"gap": gap["value"], "gap_low": gap["low"], "gap_high": gap["high"]}
+    told = {"gap": gap["value"], "gap_low": gap["low"], "gap_high": gap["high"], "pairs": gap["n"]}
     return {"as_trained": _per_token(found[0], own), "other": _per_token(found[1], other), **told}
 
 
 def _read_nats(
-    recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], texts: Texts, scored: Sequence[Ids]
-) -> list[float]:
+    recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], texts: Texts, scored: Mapping[str, Ids]
+) -> dict[str, float]:
     """The same after a recursion in which every agent reads its known text, one question at a time."""
-    nats = []
-    for task, answer in zip(tasks, scored, strict=True):
+    nats = {}
+    for task in tasks:
+        if task.id not in scored:
+            continue
+        answer = scored[task.id]
         known = {agent: texts.of(agent, [task]) for agent in system.graph.agents}
         read = texts.answers_of([task])
         out = outer_loss(system, recipe.recursivemas, [task], read, form="teacher_forced", texts=known, scored=[answer])
-        nats.append(float(out.loss) * len(answer))
+        nats[task.id] = float(out.loss) * len(answer)
     return nats
 
 
-def _per_token(nats: Sequence[float], answers: Sequence[Ids]) -> float:
-    return sum(nats) / sum(map(len, answers))
+def _per_token(nats: Mapping[str, float], answers: Mapping[str, Ids]) -> float | None:
+    return sum(nats.values()) / sum(len(answers[name]) for name in nats) if nats else None
 
 
 @torch.no_grad()
 def inner_held_out(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], texts: Texts) -> HeldOut:
-    """The mean cosine, over agents, between what an inner link gives and the next token's embedding."""
-    items: dict[str, float | None] = {}
+    """The mean cosine, over agents, between what an inner link gives and the next token's embedding; None for a task
+    without an answer as text, which the decoder would say."""
+    items: dict[str, float | None] = dict.fromkeys(task.id for task in tasks)
     for task in tasks:
+        if not task.references:
+            continue
         cosines = []
         for name, agent in system.agents.items():
             prompts = inner_prompts(system, recipe, name, [task], texts)

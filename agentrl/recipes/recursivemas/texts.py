@@ -30,8 +30,8 @@ STYLE_TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """`answers` by task id; `targets` by agent, then task id; `sources`: the column that an agent's texts come from,
-    or `answer`. `num_cut` texts were longer than `max_text_tokens`."""
+    """`answers` by task id, for tasks that have one; `targets` by agent, then task id; `sources`: the column that an
+    agent's texts come from, or `answer`. `num_cut` texts were longer than `max_text_tokens`."""
 
     answers: Mapping[str, Ids]
     targets: Mapping[str, Mapping[str, Ids]]
@@ -78,15 +78,42 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
 
 
 def read_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -> Texts:
-    """Every text of the tasks as ids of its agent's model, with the end of a turn where it was not cut."""
+    """Every text of the tasks as ids of its agent's model, with the end of a turn where it was not cut. Raises
+    `DataError` for a task without an answer, and as `target_sources`."""
+    return _read(recipe, system, tasks, target_sources(recipe.recursivemas, tasks))
+
+
+def held_out_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, str]:
+    """The same as `target_sources` for held-out tasks, of which no more is read than what is measured on them: after
+    stage 2 the answers alone, unless the leak probe lets agents read. Raises `DataError` as `target_sources`."""
+    train = config.train
+    if train.stage == "inner" or (train.leak_probe and train.form == "teacher_forced"):
+        return target_sources(config, tasks)
+    return {config.graph.decoder: ANSWER}
+
+
+def read_held_out_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -> Texts:
+    """The texts of held-out tasks. Those that are answers are left out for a task without one, which has no loss."""
+    sources = held_out_sources(recipe.recursivemas, tasks)
+    return _read(recipe, system, tasks, sources, may_lack_answers=True)
+
+
+def _read(
+    recipe: RecursiveRecipe,
+    system: System,
+    tasks: Sequence[Task],
+    sources: Mapping[str, str],
+    may_lack_answers: bool = False,
+) -> Texts:
     config = recipe.recursivemas
-    sources = target_sources(config, tasks)
     limit, num_cut = config.train.max_text_tokens, 0
     targets: dict[str, dict[str, Ids]] = {}
     for agent, source in sources.items():
         format_ = system.agents[agent].chat.format
         targets[agent] = {}
         for task in tasks:
+            if may_lack_answers and source == ANSWER and not task.references:
+                continue
             text = known_text(config, source, task)
             ids = text_ids(format_, text)
             num_cut += len(ids) > limit

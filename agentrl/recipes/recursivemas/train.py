@@ -21,6 +21,7 @@ from agentrl.recipes.loop import evaluates, mean
 from agentrl.recipes.quiet import quiet_libraries
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, open_decoder
+from agentrl.recipes.recursivemas.evaluate import benchmark_of, held_out_tasks
 from agentrl.recipes.recursivemas.held_out import (
     answered_held_out,
     inner_held_out,
@@ -31,7 +32,13 @@ from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.starts import start_links
-from agentrl.recipes.recursivemas.texts import read_texts, with_random_answers
+from agentrl.recipes.recursivemas.texts import (
+    held_out_sources,
+    read_held_out_texts,
+    read_texts,
+    target_sources,
+    with_random_answers,
+)
 from agentrl.recipes.recursivemas.training import (
     LinkTraining,
     finished,
@@ -231,6 +238,11 @@ async def _train(
         f"{loaded.links.num_parameters:,} parameters in {len(loaded.links.by_name)} links, "
         + (f"{len(loaded.links.untrained)} of them new" if loaded.links.untrained else "all trained before")
     )
+    lacking = sum(not task.references for task in held_out)
+    if lacking:
+        options.progress.note(
+            f"{lacking} of {len(held_out)} held-out questions have no answer as text: no loss of them"
+        )
     for chosen, key in ((tasks, "data.path"), (held_out, "data.eval.path")):
         refuse_long_tasks(recipe, loaded.system, chosen, key)
     async with open_reward(recipe.grader) as reward, open_decoder(recipe, loaded) as decoder:
@@ -259,7 +271,7 @@ def _open(
         tasks=tasks,
         held_out=held_out,
         texts=read_texts(recipe, loaded.system, tasks),
-        held_out_texts=read_texts(recipe, loaded.system, held_out),
+        held_out_texts=read_held_out_texts(recipe, loaded.system, held_out),
         token_norms=token_norms(loaded),
         sums=frozen_sums(loaded),
         links=loaded.links,
@@ -292,10 +304,11 @@ async def run_steps(t: LinkTraining, interrupt: Interrupt) -> dict[str, Any]:
 
 def _tasks(recipe: RecursiveRecipe) -> tuple[list[Task], list[Task]]:
     """Training and held-out tasks; for the leak probe with answers drawn at random from the training ones."""
+    config = recipe.recursivemas
     if recipe.data.path is None:
         raise DataError("data.path: no data set is named", "set it to a file or an embedded set (agentrl data list)")
-    tasks = load_tasks(recipe.data)
-    held_out = load_tasks(recipe.data.eval) if recipe.data.eval.path else []
+    tasks = load_tasks(recipe.data, seed=recipe.run.seed) if benchmark_of(recipe.data) else load_tasks(recipe.data)
+    held_out = held_out_tasks(recipe) if recipe.data.eval.path else []
     shared = overlap(tasks, held_out)
     if shared:
         which = f"{len(shared)} of its {len(held_out)} questions are trained on too, {shared[0][1]!r} first"
@@ -303,7 +316,9 @@ def _tasks(recipe: RecursiveRecipe) -> tuple[list[Task], list[Task]]:
             f"data.eval.path: {which}",
             "name a held-out set without them",
         )
-    if recipe.recursivemas.train.leak_probe:
+    target_sources(config, tasks)
+    held_out_sources(config, held_out)
+    if config.train.leak_probe:
         if not held_out:
             raise DataError("data.eval.path: the leak probe measures on a held-out set, and none is named", "name one")
         seed = recipe.run.seed

@@ -68,7 +68,7 @@ class LinkTraining:
     stage: Stage | None = None
     updates: int = 0
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    losses: dict[int, dict[str, float]] = field(default_factory=dict)
+    losses: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
     def trainer_of(self, step: int) -> LinkTrainer:
         """The optimiser of the stage that `step` belongs to; a stage begins with a new one."""
@@ -225,6 +225,7 @@ def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
             if train.stage == "outer"
             else {"inner": {"trained_on": INNER_NOTES[train.inner_slots], "texts": dict(t.texts.sources)}}
         ),
+        "held_out_without_answer": sum(not task.references for task in t.held_out),
         "texts_cut": t.texts.num_cut + t.held_out_texts.num_cut,
         "links": {
             "trained": t.links.trained,
@@ -268,8 +269,11 @@ def _leak(t: LinkTraining, step: int) -> dict[str, Any]:
     if "gap" not in told:
         return {}
     form = t.recipe.recursivemas.train.form
-    keys = ("as_trained", "other", "gap", "gap_low", "gap_high")
-    return {"leak_probe": {"form": form, **{key: told[key] for key in keys}, "leaks": told["gap_low"] > 0.0}}
+    keys = ("as_trained", "other", "gap", "gap_low", "gap_high", "pairs")
+    low = told["gap_low"]
+    return {
+        "leak_probe": {"form": form, **{key: told[key] for key in keys}, "leaks": None if low is None else low > 0.0}
+    }
 
 
 def finished(t: LinkTraining, first: int) -> dict[str, Any] | None:

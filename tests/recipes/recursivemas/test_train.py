@@ -11,8 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from agentrl.data import load_tasks
+from agentrl.recipes.recursivemas.evaluate import held_out_tasks
 from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.texts import with_random_answers
+from agentrl.recipes.recursivemas.train import _tasks
 from agentrl.recipes.registry import VerbOptions, load_recipe, verb
 from agentrl.types import Task
 
@@ -188,6 +191,50 @@ def test_t20_parts_of_a_batch_add_up_to_the_batch(ring):
     # after one step the first moment is the clipped gradient, a tenth of it
     a, b = (torch.cat([v.flatten() for k, v in m.items() if k.startswith("exp_avg.")]) for m in (first, second))
     assert ((a - b).norm() / a.norm()).item() < 1e-4
+
+
+# What is held out
+
+
+def test_t25_training_evaluates_the_very_questions_that_eval_does(ring):
+    """Options of a choice benchmark are shuffled by the run's seed in both."""
+    stems = [f"Which of them lies in drawer {i}?" for i in range(6)]
+    held = [
+        {"Question": stem, "Correct Answer": "a", **{f"Incorrect Answer {i}": "xyz"[i - 1] for i in (1, 2, 3)}}
+        for stem in stems
+    ]
+    (ring / "gpqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    sets = ["data.eval.path=gpqa.jsonl", "data.eval.format=gpqa_diamond", "recursivemas.answer=choice", "run.seed=5"]
+    recipe = load_recipe("ring.yaml", sets).tree
+    _, held_out = _tasks(recipe)
+    assert [(t.question, t.references) for t in held_out] == [
+        (t.question, t.references) for t in held_out_tasks(recipe)
+    ]
+    unseeded = load_tasks(recipe.data.eval)
+    assert [t.question for t in held_out] != [t.question for t in unseeded]
+
+
+def test_t25_a_held_out_question_without_an_answer_as_text_is_graded_and_has_no_loss(cli, ring):
+    held = {"prompt": "Double x.", "test_list": ["assert f(1) == 2"], "test": "assert f(1) == 2", "task_id": 1}
+    (ring / "held.jsonl").write_text(json.dumps(held) + "\n")
+    sets = ("data.eval.format=mbpp_plus", "recursivemas.answer=code")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert done.json["held_out_without_answer"] == 1
+    assert done.json["held_out_loss_as_used"] == {"before": None, "after": None}
+    assert (done.json["eval_after"]["n"], done.json["eval_after"]["score"]) == (1, 0.0)
+    assert rows(ring / "runs/r/metrics.jsonl")[0]["eval/loss_as_used"] is None
+
+
+def test_held_out_questions_need_no_texts_that_nothing_is_measured_on(cli, ring):
+    lines = rows(ring / "held.jsonl")
+    (ring / "held.jsonl").write_text(
+        "".join(json.dumps({k: row[k] for k in ("id", "question", "answer")}) + "\n" for row in lines)
+    )
+    sets = ("recursivemas.train.form=teacher_forced",)
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", "--json", sets=sets)
+    assert done.code == 0, done
+    assert done.json["held_out_loss_as_used"]["after"] > 0
 
 
 # Resume
