@@ -3,7 +3,7 @@
     none        m = 0: the slots stay empty (`recursivemas.latent_steps=0`)
     zero        every block is zeros
     shuffled    the decoder hears what was thought about a question with another answer
-    single      the decoder alone, on the question and the instruction
+    single      the decoder alone, on the question, the instruction and the fields of the task that its prompts name
     text        written messages instead of blocks (`text_team`)
 
 Source: specs, sections 8.4 (m = 0 already gives most of the score) and 11.
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from agentrl.errors import DataError
+from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
-from agentrl.recipes.recursivemas.prompts import ids_around_slots
+from agentrl.recipes.recursivemas.prompts import ids_around_slots, task_fields_in
 from agentrl.recipes.recursivemas.recursion import Send, System
 from agentrl.types import Prompt, Task
 
@@ -47,16 +48,6 @@ def shuffled(send: Send, order: Sequence[int], decoder: str, rounds: int) -> Sen
         return block_BmE[list(order)] if read_last and edge.target == decoder else block_BmE
 
     return shuffle
-
-
-def derangement(answers: Sequence[str | None], seed: int) -> tuple[int, ...]:
-    """A permutation in which nobody hears a question with an equal answer, random for a seed: within each group of
-    `partners` everyone hears the next. Raises as `partners`."""
-    out = [0] * len(answers)
-    for group in partners(answers, seed):
-        for place, index in enumerate(group):
-            out[index] = group[(place + 1) % len(group)]
-    return tuple(out)
 
 
 def partners(answers: Sequence[str | None], seed: int) -> tuple[tuple[int, ...], ...]:
@@ -109,9 +100,12 @@ def crossed_batches(tasks: Sequence[Task], size: int, seed: int) -> list[Crossed
     return out
 
 
-def single_prompts(system: System, system_text: str, instruction: str, tasks: Sequence[Task]) -> tuple[Prompt, ...]:
-    """What the decoder's model reads when it is alone: the question and the instruction, no role and no slot."""
-    chat = system.agents[system.graph.decoder].chat
-    return tuple(
-        Prompt(ids_around_slots(chat, system_text, "{question}\n\n{instruction}", task, instruction)) for task in tasks
-    )
+def single_prompts(system: System, config: RecursiveConfig, tasks: Sequence[Task]) -> tuple[Prompt, ...]:
+    """What the decoder's model reads when it is alone: the question, the fields of the task that its own last prompt
+    names, and the instruction; no role, no slot, and nothing that only other agents read. Raises `DataError` for a
+    task without such a field."""
+    decoder = system.graph.decoder
+    own = task_fields_in(config.prompt_of(decoder, config.rounds))
+    text = "\n\n".join(["{question}", *(f"{{{field}}}" for field in own), "{instruction}"])
+    chat, system_text = system.agents[decoder].chat, config.system_of(decoder)
+    return tuple(Prompt(ids_around_slots(chat, system_text, text, task, config.instruction)) for task in tasks)

@@ -62,10 +62,8 @@ class Setting:
         recipe, tasks, k = self.recipe, batch.tasks, self.recipe.recursivemas.decodes
         plain = sender(self.loaded.system)
         if name == "single":
-            config = recipe.recursivemas
-            system = config.system_of(config.graph.decoder)
             start = time.perf_counter()
-            prompts = single_prompts(self.loaded.system, system, config.instruction, tasks)
+            prompts = single_prompts(self.loaded.system, recipe.recursivemas, tasks)
             asking_s = time.perf_counter() - start
             said, took_s, positions = await decode_all(self.decoder, tasks, prompts, "eval", k)
             return Answered(tasks, said, (), 0.0, asking_s + took_s, positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,18 @@ async def answer_tasks(
     decoder: Decoder,
     tasks: Sequence[Task],
     phase: str,
-    send: Callable[[Sequence[Task]], Send] | None = None,
     progress: Progress | None = None,
     label: str = "answers",
 ) -> list[Answered]:
-    """Every question, `recursivemas.max_batch` at a time and in order. `send` makes the links' replacement for a batch
-    (controls: what a block is exchanged for depends on who thinks together). A question that exceeds a window ends it
-    all, so ask `refuse_long` first."""
+    """Every question, `recursivemas.max_batch` at a time and in order. A question that exceeds a window ends it all, so
+    ask `refuse_long` first."""
     size = recipe.recursivemas.max_batch
     batches: list[Answered] = []
     for at in range(0, len(tasks), size):
         if progress is not None:
             progress.phase(label, at, len(tasks))
         batch = tasks[at : at + size]
-        sent = None if send is None else send(batch)
-        batches.append(await answer_batch(recipe, loaded, decoder, batch, phase, sent))
+        batches.append(await answer_batch(recipe, loaded, decoder, batch, phase))
     if progress is not None:
         progress.phase(label, len(tasks), len(tasks))
     return batches
@@ -145,14 +142,14 @@ def sample_questions(recipe: RecursiveRecipe) -> list[Task]:
         return [Task("sample", recipe.recursivemas.sample)]
     for dataset in (recipe.data.eval, recipe.data):
         if dataset.path is not None:
-            return load_tasks(dataset)[:1]
+            return load_tasks(dataset, need_answer=False)[:1]
     raise DataError("infer: no question is given, and the recipe has no data", "ask one: --question 'How far is it?'")
 
 
 def refuse_long(recipe: RecursiveRecipe, loaded: Loaded, tasks: Sequence[Task]) -> None:
     """Raises `DataError` for the first question that does not fit some agent's window."""
     for task in tasks:
-        why = too_long(loaded.system, recipe.recursivemas, task)
+        why = too_long(loaded.system, recipe.recursivemas, task, recipe.engine.max_model_len)
         if why is not None:
             raise DataError(f"question {task.id}: {why}", "shorten it, or lower recursivemas.latent_steps")
 

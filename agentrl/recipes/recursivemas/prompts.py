@@ -26,6 +26,11 @@ def slots_in(text: str) -> tuple[str, ...]:
     return tuple(name for name in fields_of(text) if name not in _TEXTS and not name.startswith(_TASK))
 
 
+def task_fields_in(text: str) -> tuple[str, ...]:
+    """The fields {task.KEY} of a role's text, each once, in order."""
+    return tuple(dict.fromkeys(name for name in fields_of(text) if name.startswith(_TASK)))
+
+
 def user_parts(text: str, task: Task, instruction: str) -> tuple[Part, ...]:
     """The user turn. Raises `DataError` when the task lacks a field that the text names."""
     parts = []

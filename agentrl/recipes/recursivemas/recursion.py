@@ -119,10 +119,12 @@ def prompts_of(
     return tuple(prompts)
 
 
-def too_long(system: System, config: RecursiveConfig, task: Task) -> str | None:
-    """Which agent's window a question exceeds, with the sizes; None where it fits all rounds."""
+def too_long(system: System, config: RecursiveConfig, task: Task, limit: int | None = None) -> str | None:
+    """Which agent's window a question exceeds, with the sizes; None where it fits all rounds. `limit`: of all windows
+    (`engine.max_model_len`)."""
     steps = config.latent_steps
     for name, agent in system.agents.items():
+        window = min(agent.backbone.window, limit or agent.backbone.window)
         for round_number in range(1, min(config.rounds, 2) + 1):
             runs = ids_around_slots(
                 agent.chat,
@@ -133,10 +135,10 @@ def too_long(system: System, config: RecursiveConfig, task: Task) -> str | None:
             )
             length = sum(map(len, runs)) + (len(runs) - 1) * steps
             needed = length + max(steps - 1, 1 if name == system.graph.decoder else 0)
-            if needed > agent.backbone.window:
+            if needed > window:
                 return (
                     f"agent {name}'s prompt of {length} positions needs {needed} in round {round_number}, "
-                    f"the window of {agent.backbone.name} is {agent.backbone.window}"
+                    f"the window of {agent.backbone.name} is {window}"
                 )
     return None
 

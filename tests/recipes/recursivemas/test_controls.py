@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.controls import crossed_batches, derangement, shuffled, single_prompts, zeroed
+from agentrl.recipes.recursivemas.controls import crossed_batches, partners, shuffled, single_prompts, zeroed
 from agentrl.recipes.recursivemas.recursion import run_rounds, sender, thinker
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.types import Embeddings, Task
@@ -64,12 +64,12 @@ def test_t25_shuffled_feedback_that_a_decoder_hears_is_crossed_too(make_recipe):
 def test_t25_nobody_hears_of_a_question_with_an_equal_answer(answers, seed):
     if 2 * max(answers.count(a) for a in answers) > len(answers):
         with pytest.raises(DataError, match="answers are equal"):
-            derangement(answers, seed)
+            partners(answers, seed)
         return
-    order = derangement(answers, seed)
-    assert sorted(order) == list(range(len(answers)))
-    assert all(answers[b] != answers[source] for b, source in enumerate(order))
-    assert order == derangement(answers, seed)
+    groups = partners(answers, seed)
+    assert sorted(index for group in groups for index in group) == list(range(len(answers)))
+    assert all(len({answers[index] for index in group}) == len(group) >= 2 for group in groups)
+    assert groups == partners(answers, seed)
 
 
 @given(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=40), st.integers(0, 5), st.integers(1, 9))
@@ -95,7 +95,23 @@ def test_t25_a_question_without_a_reference_may_hear_of_any_other():
 def test_t25_a_single_agent_reads_the_question_alone(make_system):
     recipe, loaded = make_system()
     config = recipe.recursivemas
-    prompt = single_prompts(loaded.system, config.system_of("solver"), config.instruction, TASKS)[0]
+    prompt = single_prompts(loaded.system, config, TASKS)[0]
     text = loaded.system.agents["solver"].chat.format.decode(prompt.ids)
     assert TASKS[0].question + "\n\n" + config.instruction in text
     assert "solver" not in text
+
+
+def test_t25_a_single_agent_reads_the_decoders_own_fields_and_none_that_only_others_read(make_recipe, make_system):
+    roles = {
+        "planner": {"prompt": "{question} {task.secret} {solver}", "first": "{question} {task.secret}"},
+        "critic": {"prompt": "{question} {planner}"},
+        "solver": {"prompt": "{question} {task.context} {task.context} {critic} {instruction}"},
+    }
+    _, loaded = make_system()
+    config = make_recipe(roles=roles).recursivemas
+    task = Task("a", "How many apples?", info={"secret": "seventeen", "context": "a basket of twelve"})
+    text = loaded.system.agents["solver"].chat.format.decode(single_prompts(loaded.system, config, [task])[0].ids)
+    assert text.count("a basket of twelve") == 1
+    assert task.question in text
+    assert config.instruction in text
+    assert "seventeen" not in text
