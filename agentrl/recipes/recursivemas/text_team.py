@@ -161,7 +161,7 @@ class TextTeam:
             runs = ids_around_slots(agent.chat, config.system_of(name), text, task, config.instruction)
             room = self._window(name) - sum(map(len, runs))
             # Half of what the messages leave free is the agent's own, unless it needs less.
-            share = (room - min(limit, room // 2)) // max(len(order), 1)
+            share = max(room - min(limit, room // 2), 0) // max(len(order), 1)
             ids, cut = list(runs[0]), 0
             for source, run in zip(order, runs[1:], strict=True):
                 said = agent.chat.format.encode_world(by_source[source][row])

@@ -227,6 +227,24 @@ def test_messages_that_do_not_fit_a_window_are_cut_and_counted(make, make_system
     assert all(len(a.request.prompt) + len(a.completion.ids) <= 420 for s in written.stages for a in s.actions)
 
 
+def test_a_prompt_beyond_the_engines_length_is_refused_and_cuts_no_message_from_the_end(make, make_system):
+    from agentrl.recipes.recursivemas.infer import refuse_long
+    from agentrl.recipes.recursivemas.text_team import TextTeam
+
+    _, loaded = make_system()
+    recipe = make(controls=("text",))
+    narrow = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 8})})
+    task = Task("a", QUESTIONS[0][1])
+    with pytest.raises(DataError, match="is 8"):
+        refuse_long(narrow, loaded, [task])
+    team, graph = TextTeam(narrow, loaded), recipe.recursivemas.graph
+    edge = next(e for e in graph.incoming(graph.decoder, 1))
+    (asked,) = team._asked(graph.decoder, 1, [task], {edge: ("one two three four",)})
+    (empty,) = team._asked(graph.decoder, 1, [task], {edge: ("",)})
+    assert asked.prompt.ids == empty.prompt.ids
+    assert asked.cut == len(loaded.system.agents[graph.decoder].chat.format.encode_world("one two three four"))
+
+
 def test_pass_at_k_counts_any_answer_and_latents_once(make):
     recipe = make(decodes=4, sampling={"temperature": 1.0}, controls=("text",), text_team={"max_tokens": 3})
     result = evaluate(recipe, VerbOptions())
