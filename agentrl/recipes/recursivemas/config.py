@@ -33,6 +33,7 @@ OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Start = Literal["random", "matched", "aligned"]
 Stage = Literal["inner", "outer"]
 Control = Literal["single", "text", "none", "zero", "shuffled"]
+NORMED_FORMS = ("ln_res", "ln")
 CONTROLS: tuple[Control, ...] = ("single", "text", "none", "zero", "shuffled")
 LOOP_TOOLS = ("python", "search")
 GRADERS: Mapping[str, str] = MappingProxyType(
@@ -242,7 +243,23 @@ class RecursiveConfig(Section):
             raise ValueError("inner_form: ln is a form of outer links; use ln_res")
         if self.official is not None:
             self._check_official(self.official)
+        self._check_start()
         return self
+
+    def _check_start(self) -> None:
+        """A start sets what only some forms have, and what is not set again."""
+        start = self.train.start
+        if start == "random":
+            return
+        if start == "matched" and self.match_norm:
+            raise ValueError("train.start: matched has no effect with match_norm, which sets the same length; drop one")
+        for key, form in (("inner_form", self.inner_form), ("outer_form", self.outer_form)):
+            if form not in NORMED_FORMS:
+                raise ValueError(
+                    f"train.start: {start} sets the last norm, which {key}: {form} does not have; use ln_res"
+                )
+        if start == "aligned" and self.outer_form == "ln":
+            raise ValueError("train.start: aligned sets W3, which outer_form: ln does not have; use ln_res")
 
     def _check_prompts(self, agent: str) -> None:
         """Every incoming block has exactly one slot, in the prompt of each round that it reaches."""

@@ -29,8 +29,8 @@ _MIN_SHARED = 100
 
 @torch.no_grad()
 def start_links(links: Links, system: System, start: Start) -> None:
-    """Give every link that was not trained before its start. Raises `ConfigError` for links whose form has no such
-    start, and for models that share too few tokens."""
+    """Give every link that was not trained before its start; the recipe's schema has seen to it that the forms have
+    what is set. Raises `ConfigError` for models that share too few tokens."""
     if start == "random":
         return
     untrained = set(links.untrained)
@@ -42,20 +42,12 @@ def start_links(links: Links, system: System, start: Start) -> None:
             continue
         _match(outer.ln_target, system.agents[edge.target])
         if start == "aligned":
-            if outer.residual_proj is None:
-                raise ConfigError(
-                    f"recursivemas.train.start: aligned sets W3, which links of form {outer.form} do not have",
-                    "use outer_form: ln_res, or start: matched",
-                )
+            assert outer.residual_proj is not None
             _align(outer.residual_proj, system.agents[edge.source], system.agents[edge.target])
 
 
 def _match(norm: nn.LayerNorm | None, receiver: Agent) -> None:
-    if norm is None:
-        raise ConfigError(
-            "recursivemas.train.start: matched sets the gain of a link's last norm, which this form does not have",
-            "use ln_res, or match_norm: true",
-        )
+    assert norm is not None
     norm.weight.fill_(mean_token_norm(receiver.backbone.embeddings) / norm.weight.numel() ** 0.5)
 
 

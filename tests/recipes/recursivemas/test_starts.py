@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from agentrl.errors import ConfigError
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.recipes.recursivemas.starts import ridge, start_links
 from agentrl.update.links import checksum, mean_token_norm
@@ -67,11 +67,18 @@ def test_links_that_were_trained_before_keep_their_weights(load):
     assert [n for n, link in links.by_name.items() if checksum(link) == before[n]] == [name]
 
 
-@pytest.mark.parametrize(("form", "start"), [("one_layer", "matched"), ("ln", "aligned")])
-def test_a_form_without_what_the_start_sets_is_refused(load, form, start):
-    loaded = load(outer_form=form)
-    with pytest.raises(ConfigError, match=f"start: {start}"):
-        start_links(loaded.links, loaded.system, start)
+@pytest.mark.parametrize(
+    ("start", "own", "fault"),
+    [
+        ("matched", {"outer_form": "one_layer"}, "matched sets the last norm"),
+        ("aligned", {"inner_form": "paper"}, "aligned sets the last norm"),
+        ("aligned", {"outer_form": "ln"}, "aligned sets W3"),
+        ("matched", {"match_norm": True}, "has no effect with match_norm"),
+    ],
+)
+def test_a_start_that_sets_nothing_is_refused(make_recipe, start, own, fault):
+    with pytest.raises(ValidationError, match=fault):
+        make_recipe(train={"start": start}, **own)
 
 
 def test_the_regression_finds_the_map_between_embeddings():
