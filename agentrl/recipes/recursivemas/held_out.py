@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from agentrl.errors import DataError
 from agentrl.grading.interval import paired_rise
 from agentrl.protocols import Reward
 from agentrl.recipes.records import untrained_records
@@ -17,15 +16,13 @@ from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.infer import Answered, answer_tasks, trajectories
 from agentrl.recipes.recursivemas.losses import inner_loss, outer_loss
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
-from agentrl.recipes.recursivemas.recursion import System, too_long
+from agentrl.recipes.recursivemas.recursion import System
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.texts import Ids, Texts, known_text
 from agentrl.recipes.registry import Progress
 from agentrl.rollout.latent_answer import text_logprobs, text_states
 from agentrl.run import Run
 from agentrl.types import Prompt, Score, ScoredTrajectory, Task
-
-_LONGEST = 32  # questions whose ids are counted before a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +173,3 @@ def inner_prompts(
             ids += run
         prompts.append(Prompt.of(ids))
     return prompts
-
-
-def refuse_long_tasks(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task], key: str) -> None:
-    """Raises `DataError` for a question that some agent's window does not hold, with the sizes.
-
-    The questions with the most characters are counted token by token; were a shorter one longer in tokens, the step
-    that takes it would end the run, naming the same sizes.
-    """
-    for task in sorted(tasks, key=lambda task: -len(task.question))[:_LONGEST]:
-        why = too_long(system, recipe.recursivemas, task)
-        if why is not None:
-            raise DataError(
-                f"{key}: question {task.id}: {why}", "drop or shorten it, or lower recursivemas.latent_steps"
-            )

@@ -26,7 +26,6 @@ from agentrl.recipes.recursivemas.held_out import (
     answered_held_out,
     inner_held_out,
     inner_prompts,
-    refuse_long_tasks,
 )
 from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
@@ -49,12 +48,14 @@ from agentrl.recipes.recursivemas.training import (
     summarise,
     token_norms,
 )
+from agentrl.recipes.recursivemas.windows import refuse_long_tasks
 from agentrl.recipes.registry import VerbOptions
 from agentrl.recipes.resuming import approve
 from agentrl.recipes.rewards import open_reward
 from agentrl.recipes.session import refuse_missing_checkpoints
 from agentrl.run import Run
 from agentrl.types import Task
+from agentrl.update.link_header import read_metadata
 from agentrl.update.policy import StepStats
 
 log = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def train(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
     tasks, held_out = _tasks(recipe)
     _refuse_nothing_to_train(recipe, options)
     refuse_missing_checkpoints(recipe)
-    if recipe.recursivemas.links is not None:
-        links_folder(recipe.recursivemas.links, recipe.run.dir)
+    _refuse_idle_start(recipe)
     with (
         Run.create(
             recipe.run.dir,
@@ -243,10 +243,10 @@ async def _train(
         options.progress.note(
             f"{lacking} of {len(held_out)} held-out questions have no answer as text: no loss of them"
         )
-    for chosen, key in ((tasks, "data.path"), (held_out, "data.eval.path")):
-        refuse_long_tasks(recipe, loaded.system, chosen, key)
     async with open_reward(recipe.grader) as reward, open_decoder(recipe, loaded) as decoder:
         t = _open(recipe, options, run, loaded, decoder, reward, tasks, held_out)
+        refuse_long_tasks(recipe, loaded.system, tasks, t.texts, held_out=False)
+        refuse_long_tasks(recipe, loaded.system, held_out, t.held_out_texts, held_out=True)
         return await run_steps(t, interrupt)
 
 
@@ -288,6 +288,7 @@ async def run_steps(t: LinkTraining, interrupt: Interrupt) -> dict[str, Any]:
     t.options.progress.begin(run.steps, first)
     if first == 1:
         start_links(t.links, t.loaded.system, t.recipe.recursivemas.train.start)
+        t.started = t.links.untrained
     if first == 1 and 0 not in t.evals:
         await evaluate_held_out(t, 0)
     for step in range(first, run.steps + 1):
@@ -344,6 +345,22 @@ def _refuse_nothing_to_train(recipe: RecursiveRecipe, options: VerbOptions) -> N
     outer = config.train.stage != "inner"
     if outer and config.train.form != "teacher_forced" and config.latent_steps == 0:
         raise ConfigError("recursivemas.latent_steps: 0, so no gradient reaches an outer link", "give --latent-steps N")
+
+
+def _refuse_idle_start(recipe: RecursiveRecipe) -> None:
+    """Raises `ConfigError` for a start where all links are trained already, and `MissingError` for links that are not
+    there."""
+    config = recipe.recursivemas
+    new = config.official is None
+    if config.links is not None:
+        folder = links_folder(config.links, recipe.run.dir)
+        new = any(read_metadata(path)["training"] is None for path in folder.glob("*.safetensors"))
+    if config.train.start != "random" and not new:
+        given = "recursivemas.official" if config.links is None else f"recursivemas.links {config.links}"
+        raise ConfigError(
+            f"recursivemas.train.start: {config.train.start} has no effect: every link of {given} is trained already",
+            "leave it out, or begin with new links",
+        )
 
 
 def _micro(t: LinkTraining, tasks: list[Task]) -> list[list[Task]]:

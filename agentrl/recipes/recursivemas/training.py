@@ -46,8 +46,8 @@ INNER_NOTES = {
 
 @dataclass(slots=True)
 class LinkTraining:
-    """Everything one training run holds while it runs. `texts` are those of both sets, by task; `evals` and `losses`
-    map a step to what it measured on the held-out set."""
+    """Everything one training run holds while it runs. `texts` are those of both sets, by task; `started` names the
+    links that were new; `evals` and `losses` map a step to what it measured on the held-out set."""
 
     recipe: RecursiveRecipe
     options: VerbOptions
@@ -67,6 +67,7 @@ class LinkTraining:
     trainer: LinkTrainer | None = None
     stage: Stage | None = None
     updates: int = 0
+    started: tuple[str, ...] = ()
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
     losses: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
@@ -129,6 +130,7 @@ def save(t: LinkTraining, step: int) -> None:
         "updates": t.updates,
         "stage": t.stage,
         "data": fingerprint(t.tasks),
+        "started": list(t.started),
         "backbones": dict(t.sums),
         "evals": {str(k): v for k, v in t.evals.items()},
         "losses": {str(k): v for k, v in t.losses.items()},
@@ -163,7 +165,7 @@ def restore(t: LinkTraining) -> int:
     _load_links(t, found.folder / "links")
     if state["stage"] == t.recipe.recursivemas.train.stage_of(found.step + 1) or found.step >= t.recipe.run.steps:
         t.trainer_of(found.step).load(found.folder / "trainer")
-    t.updates = state["updates"]
+    t.updates, t.started = state["updates"], tuple(state.get("started", ()))
     t.evals = {int(k): dict(v) for k, v in state["evals"].items()}
     t.losses = {int(k): dict(v) for k, v in state["losses"].items()}
     t.options.progress.note(f"resumed after step {found.step}: links, optimiser, data order and evaluations")
@@ -185,14 +187,16 @@ def mark_trained(t: LinkTraining, step: int) -> None:
     """Let the links that a step moved say how they were trained so far. A link that no round goes through stays new."""
     assert t.stage is not None
     assert t.trainer is not None
-    t.links = t.links.after(t.trainer.moved, _how(t.recipe, t.stage, step))
+    how, start = _how(t.recipe, t.stage, step), t.recipe.recursivemas.train.start
+    t.links = t.links.after(t.trainer.moved, how)
+    if start != "random":
+        t.links = t.links.after(set(t.trainer.moved) & set(t.started), {**how, "start": start})
 
 
 def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
     """What link files say about their training."""
     config = recipe.recursivemas
     how: dict[str, Any] = {"stage": stage, "steps": step, "seed": recipe.run.seed}
-    how |= {} if config.train.start == "random" else {"start": config.train.start}
     if stage == "outer":
         how |= {"form": config.train.form, "rounds": config.rounds, "latent_steps": config.latent_steps}
         how |= {"one_round_steps": config.train.one_round_steps} if config.train.one_round_steps else {}
@@ -218,7 +222,7 @@ def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
         "rounds": t.recipe.recursivemas.rounds,
         "latent_steps": t.recipe.recursivemas.latent_steps,
         "stage": train.stage,
-        "start": train.start,
+        **({"start": train.start, "started": list(t.started)} if t.started else {}),
         **({} if train.stage == "inner" else {"form": train.form}),
         **(
             {}

@@ -237,6 +237,19 @@ def test_held_out_questions_need_no_texts_that_nothing_is_measured_on(cli, ring)
     assert done.json["held_out_loss_as_used"]["after"] > 0
 
 
+@pytest.mark.parametrize("stage", ["inner", "outer"])
+def test_a_known_text_that_the_window_does_not_hold_is_refused_before_step_1(cli, ring, stage):
+    """The question is short, and forty others are longer."""
+    asked = (f"What does box {i} hold? " + "Look. " * 20 for i in range(40))
+    lines = [{"id": f"q{i}", "question": question, "answer": "apple"} for i, question in enumerate(asked)]
+    lines.append({"id": "long", "question": "What?", "answer": "many words " * 1500})
+    (ring / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sets = (f"recursivemas.train.stage={stage}", "recursivemas.train.max_text_tokens=9000", "data.eval.path=null")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", sets=sets)
+    done.two_lines(4, "data.path: question long: agent", "max_text_tokens")
+    assert not (ring / "runs/r/metrics.jsonl").exists()
+
+
 # Resume
 
 DIES = """
@@ -382,6 +395,20 @@ def test_a_run_may_begin_with_the_links_of_another(cli, ring):
     assert done.json["links"]["trained"] is True
     inner = [weights(ring / f"runs/{name}/checkpoints/latest/links") for name in ("a", "b")]
     assert all(torch.equal(inner[0][k], inner[1][k]) for k in inner[0] if k.startswith("inner"))
+
+
+def test_a_start_is_recorded_for_the_links_that_had_it_alone(cli, ring):
+    given = ("recursivemas.train.stage=inner", "data.eval.path=null")
+    assert cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "a", sets=given).code == 0
+    sets = ("recursivemas.train.start=matched", "recursivemas.train.inner_too=true", "data.eval.path=null")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "b", "--links", "a", "--json", sets=sets)
+    assert done.code == 0, done
+    assert done.json["start"] == "matched"
+    assert set(done.json["started"]) == {name for name in LINKS if name.startswith("outer")}
+    told = done.json["links"]["training"]
+    assert {name for name, how in told.items() if how.get("start") == "matched"} == set(done.json["started"])
+    again = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "c", "--links", "b", sets=sets)
+    again.two_lines(2, "start: matched has no effect", "leave it out")
 
 
 def test_t5_exported_links_come_back_bit_for_bit_in_both_layouts(cli, ring):
