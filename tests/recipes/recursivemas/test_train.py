@@ -375,6 +375,14 @@ def test_t19_the_probe_finds_a_scheme_in_which_agents_read_the_answer(ring):
     assert result["held_out_loss_as_used"]["after"] > found["as_trained"] + 0.3
 
 
+def test_t19_questions_that_drew_equal_answers_are_no_pair(ring):
+    lines = [{**row, "answer": "apple"} for row in rows(ring / "train.jsonl")]
+    (ring / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    found = _probe(ring, "rollout", 1)["leak_probe"]
+    assert (found["pairs"], found["other"], found["gap"], found["leaks"]) == (0, None, None, None)
+    assert found["as_trained"] > 0
+
+
 def test_t19_random_answers_come_from_the_set_and_from_no_question():
     pool = [Task(str(i), "q", (word,)) for i, word in enumerate(WORDS)]
     tasks = [Task(str(i), "q", ("old",)) for i in range(400)]
