@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from agentrl.config.schema import EngineConfig, LoraConfig
 from agentrl.errors import ConfigError, EngineError, RunFailedError
 from agentrl.grammar import GrammarFactory
-from agentrl.launch.cluster import Cluster
+from agentrl.launch.cluster import Cluster, reclaim_signals
 from agentrl.models.lora import NO_ADAPTERS, Adapter, share_models, zero_adapter
 from agentrl.protocols import WeightSource
 from agentrl.rollout.engine import end_ids
@@ -102,6 +103,8 @@ class VLLMEngine:
         if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
             raise no_gpu()
         cluster = await _start_cluster(address, gpus, debug)
+        if threading.current_thread() is threading.main_thread():
+            reclaim_signals()
         embeds_dtype = (config.dtype or dtype) if prompt_embeds else None
         engine = cls(policies, seed=seed, cluster=cluster, adapters=adapters, embeds_dtype=embeds_dtype)
         groups = share_models(policies, adapters)

@@ -50,10 +50,10 @@ def links_folder(name: str, runs: str) -> Path:
     shipped = shipped_links()
     if name in shipped:
         return shipped[name]
-    come = f"; the package comes with {', '.join(shipped)}" if shipped else ""
+    come = f", or what the package comes with: {', '.join(shipped)}" if shipped else ""
     raise MissingError(
         f"recursivemas.links: there is no folder or run {name!r} with links",
-        f"name a folder of link files, or a run{come}",
+        f"name a folder of link files, a run{come}",
     )
 
 

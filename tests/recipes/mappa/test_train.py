@@ -330,9 +330,9 @@ def test_m28_evaluation_is_graded_by_rules_k_times_without_a_coach_call(recipe, 
     asked: list[Any] = []
     score = coaching.Coaching._score
 
-    async def watched(self: Any, view: Any) -> Any:
+    async def watched(self: Any, view: Any, task: Any) -> Any:
         asked.append(view)
-        return await score(self, view)
+        return await score(self, view, task)
 
     monkeypatch.setattr(coaching.Coaching, "_score", watched)
     data = recipe().data.path
