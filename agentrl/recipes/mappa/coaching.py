@@ -1,8 +1,8 @@
 """A coach at work on a team: every action is scored once, as soon as its tools are done, while the rollout goes on.
 
 By default a coach is agnostic: neither its view nor its task holds a reference (M-06). With `mappa.hindsight` each
-action is scored again when the trajectory has ended, with the final files and what followed in view, and that score
-counts (X-01); the first one stays in its info.
+action is scored again when the trajectory has ended, with the final files and what followed in view, an aware coach
+with the final submission's metrics, and that score counts (X-01); the first one stays in its info.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ class Coaching:
         saved = {name: who for acted in everything for name, who in acted.ledger.saved.items()}
         who_acted = tuple(dict.fromkeys(acted.turn.action.agent for acted in everything))
         last = replace(one.ledger, saved=saved, acted=who_acted)
-        return self.view(one, {**files_shown(last, agent), AFTERWARDS: _afterwards(one, everything, trajectory)})
+        ended = replace(one, submission=_final_submission(everything, trajectory))
+        return self.view(ended, {**files_shown(last, agent), AFTERWARDS: _afterwards(one, everything, trajectory)})
 
 
 def files_shown(ledger: FileLedger, agent: str) -> dict[str, Any]:
@@ -150,6 +151,14 @@ def _truth(acted: Acted) -> str | None:
     if acted.task.references:
         return acted.task.references[0]
     return measured(acted.submission, acted.task.info)
+
+
+def _final_submission(everything: Sequence[Acted], trajectory: Trajectory) -> str | None:
+    """What the team handed in; of a rollout that failed on its way, what it had handed in by then."""
+    if trajectory.status != "failed":
+        return trajectory.answer
+    submitted = [acted.submission for acted in everything if acted.submission is not None]
+    return submitted[-1] if submitted else None
 
 
 def _afterwards(one: Acted, everything: Sequence[Acted], trajectory: Trajectory) -> str:

@@ -166,3 +166,40 @@ def test_m06_hidden_answers_are_out_of_reach_and_known_to_an_aware_coach_alone(r
     assert view.ground_truth.startswith("the submission on the hidden answers: accuracy")
     assert all(view.ground_truth is None for view in done.coach.views if view.agent != "analyst")
     assert "hidden answers" not in "".join(done.prompts("analyst"))
+
+
+FORM = 'import pandas as pd\nt = pd.read_csv("sample_submission.csv")\nt{}.to_csv("submission.csv", index=False)'
+HANDED_IN = "the submission on the hidden answers: accuracy"
+ONE_TURN = [f"agents.{n}.max_turns=1" for n in ("data_engineer", "modeler")]
+HINDSIGHT = ["mappa.hindsight=true", "coach.ground_truth=[data_engineer,analyst]"]
+
+
+def test_x01_in_hindsight_an_aware_coach_sees_the_final_submissions_metrics_at_every_action(roll, lab, python, tasks):
+    voices = {
+        "data_engineer": "Nothing.",
+        "modeler": "Nothing.",
+        "analyst": [block(FORM.format(".iloc[1:]")), block(FORM.format("")), "Done."],
+    }
+    coach = lab.coach(lambda view: 9.0 if (view.ground_truth or "").startswith(HANDED_IN) else 1.0)
+    task = tasks["wine-strong-1"]
+    done = roll(team(*ONE_TURN, *HINDSIGHT), voices, [python], tasks=[task], reward=TableGrader(), coach=coach)
+    agents = [turn.action.agent for turn in done.only.trajectory.turns]
+    assert agents == ["data_engineer", "modeler", "analyst", "analyst", "analyst"]
+    seen = [view.ground_truth for view in coach.views]
+    assert seen[0] == "there is no submission yet"
+    assert "cannot be scored: the submission lacks 1 of" in seen[2]
+    first, again = seen[:5], seen[5:]
+    assert again[0].startswith(HANDED_IN)
+    assert again == [first[4], None, first[4], first[4], first[4]]
+    assert [score.value for score in done.only.action_scores] == [9.0, 1.0, 9.0, 9.0, 9.0]
+    assert [score.info["immediate"] for score in done.only.action_scores] == [1.0, 1.0, 1.0, 9.0, 9.0]
+
+
+def test_x01_in_hindsight_of_a_failed_rollout_the_last_submission_counts(roll, lab, python, tasks):
+    early = {"data_engineer": "Nothing.", "modeler": block(FORM.format("")), "analyst": "never asked"}
+    sets = [*ONE_TURN, *HINDSIGHT, "agents.modeler.collect=['*.csv']", "agents.analyst.max_prompt_tokens=1"]
+    done = roll(team(*sets), early, [python], tasks=[tasks["wine-strong-1"]], reward=TableGrader())
+    assert done.only.trajectory.status == "failed"
+    truths = [view.ground_truth for view in done.coach.of("data_engineer")]
+    assert truths[0] == "there is no submission yet"
+    assert truths[1].startswith(HANDED_IN)
