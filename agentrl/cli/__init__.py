@@ -15,7 +15,7 @@ from agentrl import __version__
 from agentrl.cli import console
 from agentrl.cli.mappa import app as mappa_app
 from agentrl.cli.mars import app as mars_app
-from agentrl.cli.method import DebugOption, JsonOption, RecipeArgument, SetOption, SmokeOption
+from agentrl.cli.options import DebugOption, JsonOption, RecipeArgument, SetOption, SmokeOption
 from agentrl.cli.recursivemas import app as recursivemas_app
 
 

@@ -55,7 +55,7 @@ def coach_eval(
     kind = coach or (chosen_kind(overrides) if recipe is None else None)
     base = [] if kind is None else section_overrides(kind)
     source = recipe or str(FOLDER / "computing.yaml")
-    loaded = load_recipe(source, [*base, *aliases(overrides, **flags)], smoke)
+    loaded = load_recipe(source, [*base, *aliases(overrides, flags)], smoke)
     if loaded.tree.method != "mappa":
         raise ConfigError(f"{source}: a recipe of {loaded.tree.method}, which has no coach", "name a recipe of mappa")
     function = verb("mappa", "coach-eval")

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli import console
-from agentrl.cli.method import (
-    DebugOption,
-    JsonOption,
-    NameOption,
-    QuietOption,
-    RunDirOption,
-    SeedOption,
-    SetOption,
-    SmokeOption,
-    complete_recipe,
-    method_app,
-)
+from agentrl.cli.method import alias_keys, method_app
+from agentrl.cli.options import add_command, complete_recipe, parameters_of
 
 
 class CoachKind(Enum):
@@ -42,8 +31,7 @@ class Split(Enum):
 app = method_app("mappa", "MAPPA: a team of agents, each action scored by a coach, each agent with its own weights.")
 
 
-@app.command("coach-eval", help="How good is a coach? Let it score recorded actions whose faults are known.")
-def coach_eval_command(
+def _coach_eval(
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -62,27 +50,29 @@ def coach_eval_command(
     repeats: Annotated[
         int, typer.Option("--repeats", metavar="N", min=1, help="Times that each action is scored.")
     ] = 2,
-    set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
-    smoke: SmokeOption = False,
-    run_dir: RunDirOption = None,
-    name: NameOption = None,
-    seed: SeedOption = None,
-    quiet: QuietOption = False,
-    json_output: JsonOption = False,
-    debug: DebugOption = False,
+    **given: Any,
 ) -> None:
-    with console.session(quiet=quiet, json_output=json_output, debug=debug):
-        if everything and split is not None:
-            raise typer.BadParameter("--all scores both splits", param_hint="--split")
-        from agentrl.cli.coach_eval import coach_eval
+    if everything and split is not None:
+        raise typer.BadParameter("--all scores both splits", param_hint="--split")
+    from agentrl.cli.coach_eval import coach_eval
 
-        coach_eval(
-            recipe,
-            None if coach is None else coach.value,
-            set_,
-            smoke=smoke,
-            flags={"run__dir": run_dir, "run__name": name, "run__seed": seed},
-            split="all" if everything else "test" if split is None else split.value,
-            repeats=repeats,
-            talk={"quiet": quiet, "json_output": json_output, "debug": debug},
-        )
+    coach_eval(
+        recipe,
+        None if coach is None else coach.value,
+        given["set_"],
+        smoke=given["smoke"],
+        flags=alias_keys(given),
+        split="all" if everything else "test" if split is None else split.value,
+        repeats=repeats,
+        talk={key: given[key] for key in ("quiet", "json_output", "debug")},
+    )
+
+
+add_command(
+    app,
+    "coach-eval",
+    "How good is a coach? Let it score recorded actions whose faults are known.",
+    _coach_eval,
+    takes=frozenset({"seed"}),
+    own=parameters_of(_coach_eval),
+)

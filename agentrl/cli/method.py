@@ -1,77 +1,111 @@
-"""What the commands of every method share: their options, and the way from options to one recipe function.
+"""The commands of a method: from their options to one recipe function.
 
 A flag is only an alias of a config key: it becomes an override that is applied after every `--set`.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from agentrl.cli import console
+from agentrl.cli.options import OptionalRecipe, RecipeArgument, add_command, parameters_of
 from agentrl.cli.summary import show_summary
 
 if TYPE_CHECKING:
     from agentrl.config.load import Loaded
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Shell completion: shipped names."""
-    from agentrl.config.shipped import shipped_recipes
-
-    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+def _no_keys() -> dict[str, Any]:
+    return {}
 
 
-def complete_key(incomplete: str) -> list[str]:
-    """Shell completion of `--set`: the keys that all methods share."""
-    from agentrl.config.explain import all_keys
-    from agentrl.config.schema import BaseRecipe
-    from agentrl.config.source import dotted
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command of a method.
 
-    keys = (dotted(key) + "=" for key in all_keys(BaseRecipe))
-    return [key for key in keys if key.startswith(incomplete) and "NAME" not in key]
+    `takes` names its options beside those of every command. `own` is a function of the method's options: its
+    parameters become the command's, one called as a shared option gets that one's value, and it returns the config
+    keys that they stand for (`run__steps` for `run.steps`). With `recipe` the argument may be left out, and with
+    `own_questions` the question too.
+    """
 
-
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A path or a shipped name.", autocompletion=complete_recipe)
-]
-SetOption = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a config key; the value is YAML.", autocompletion=complete_key
-    ),
-]
-SmokeOption = Annotated[bool, typer.Option("--smoke", help="The same recipe cut down to run on any CPU.")]
-RunDirOption = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Alias of run.dir.")]
-NameOption = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Alias of run.name.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Alias of run.seed.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="No notes and no progress.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, logs on stderr.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces.")]
-CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="RUN|DIR[@STEP]", help="Alias of model.checkpoint.")
-]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.")]
-StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="Alias of run.steps.")]
-FromRolloutsOption = Annotated[
-    Path | None, typer.Option("--from-rollouts", metavar="DIR", help="Train on recorded rollouts.")
-]
-QuestionOption = Annotated[str | None, typer.Option("--question", metavar="TEXT", help="One question.")]
-InputOption = Annotated[Path | None, typer.Option("--input", metavar="FILE", help="A file of questions.")]
+    name: str
+    summary: str
+    takes: frozenset[str]
+    own: Callable[..., dict[str, Any]] = _no_keys
+    recipe: str | None = None
+    own_questions: bool = False
 
 
-def aliases(values: Sequence[str], **flags: str | int | list[str] | None) -> list[str]:
-    """`--set` texts followed by the flags that were given; `run__steps=3` stands for `run.steps=3`.
+TRAIN = Verb("train", "Train by this method.", frozenset({"resume", "steps", "from_rollouts", "seed"}))
+EVAL = Verb("eval", "Evaluate on the held-out tasks.", frozenset({"checkpoint", "seed"}))
+ROLLOUT = Verb("rollout", "Roll out and record trajectories, without training.", frozenset({"checkpoint", "seed"}))
+INFER = Verb(
+    "infer", "Answer a question, or a file of them.", frozenset({"question", "input_file", "checkpoint", "seed"})
+)
+
+_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "steps": "run__steps",
+        "run_dir": "run__dir",
+        "name": "run__name",
+        "seed": "run__seed",
+        "checkpoint": "model__checkpoint",
+    }
+)
+"""Option -> the config key that it is an alias of."""
+_TOLD = ("resume", "from_rollouts", "checkpoint", "run_dir", "name", "quiet", "json_output", "debug")
+"""The options that the method's function is told of too: fields of `VerbOptions`."""
+
+
+def method_app(method: str, summary: str, verbs: Sequence[Verb] = (TRAIN, EVAL, ROLLOUT, INFER)) -> typer.Typer:
+    """The command group of a method."""
+    app = typer.Typer(name=method, help=summary, no_args_is_help=True)
+    for verb in verbs:
+        _add_verb(app, method, verb)
+    return app
+
+
+def _add_verb(app: typer.Typer, method: str, verb: Verb) -> None:
+    own = parameters_of(verb.own)
+
+    def body(recipe: str, **given: Any) -> None:
+        if given.get("from_rollouts") is not None and not given["from_rollouts"].is_dir():
+            raise typer.BadParameter(f"there is no folder {given['from_rollouts']}", param_hint="--from-rollouts")
+        asked = _asked(given, verb.own_questions) if "question" in given else {}
+        keys = alias_keys(given) | verb.own(**{name: given[name] for name in own})
+        told = {name: given[name] for name in _TOLD if name in given}
+        overrides = aliases(given["set_"], keys)
+        run_verb(method, verb.name, recipe, overrides, smoke=given["smoke"], needs_data=not asked, **asked, **told)
+
+    annotation, default = (
+        (RecipeArgument, inspect.Parameter.empty) if verb.recipe is None else (OptionalRecipe, verb.recipe)
+    )
+    argument = inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    add_command(app, verb.name, verb.summary, body, takes=verb.takes, own={"recipe": argument, **own})
+
+
+def alias_keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config keys behind the options that are only aliases of one."""
+    return {key: given[option] for option, key in _KEYS.items() if option in given}
+
+
+def aliases(values: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
+    """`--set` texts followed by the keys that were given; `run__steps` stands for `run.steps`.
 
     Text is quoted, so that `--name 2024` stays text.
     """
-    given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}
+    given = {key.replace("__", "."): value for key, value in keys.items() if value is not None}
     return [*values, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())]
 
 
@@ -129,84 +163,10 @@ def loaded_rows(loaded: Loaded) -> list[tuple[str, str, str]]:
     return rows
 
 
-def method_app(method: str, summary: str) -> typer.Typer:
-    """The command group of a method with the verbs that all methods share: train, eval, infer and rollout."""
-    app = typer.Typer(name=method, help=summary, no_args_is_help=True)
-    _add_train(app, method)
-    _add_frozen(app, method, "eval", "Evaluate on the held-out tasks.")
-    _add_frozen(app, method, "rollout", "Roll out and record trajectories, without training.")
-    _add_infer(app, method)
-    return app
-
-
-def _add_train(app: typer.Typer, method: str) -> None:
-    @app.command("train", help="Train by this method.")
-    def train(
-        recipe: RecipeArgument,
-        set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
-        smoke: SmokeOption = False,
-        resume: ResumeOption = False,
-        steps: StepsOption = None,
-        from_rollouts: FromRolloutsOption = None,
-        run_dir: RunDirOption = None,
-        name: NameOption = None,
-        seed: SeedOption = None,
-        quiet: QuietOption = False,
-        json_output: JsonOption = False,
-        debug: DebugOption = False,
-    ) -> None:
-        with console.session(quiet=quiet, json_output=json_output, debug=debug):
-            if from_rollouts is not None and not from_rollouts.is_dir():
-                raise typer.BadParameter(f"there is no folder {from_rollouts}", param_hint="--from-rollouts")
-            overrides = aliases(set_, run__steps=steps, run__dir=run_dir, run__name=name, run__seed=seed)
-            talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
-            given = {"resume": resume, "from_rollouts": from_rollouts, "run_dir": run_dir, "name": name, **talk}
-            run_verb(method, "train", recipe, overrides, smoke=smoke, **given)
-
-
-def _add_frozen(app: typer.Typer, method: str, verb: str, summary: str) -> None:
-    @app.command(verb, help=summary)
-    def command(
-        recipe: RecipeArgument,
-        set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
-        smoke: SmokeOption = False,
-        checkpoint: CheckpointOption = None,
-        run_dir: RunDirOption = None,
-        name: NameOption = None,
-        seed: SeedOption = None,
-        quiet: QuietOption = False,
-        json_output: JsonOption = False,
-        debug: DebugOption = False,
-    ) -> None:
-        with console.session(quiet=quiet, json_output=json_output, debug=debug):
-            keys = {"run__dir": run_dir, "run__name": name, "run__seed": seed, "model__checkpoint": checkpoint}
-            talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
-            given = {"checkpoint": checkpoint, "run_dir": run_dir, "name": name, **talk}
-            run_verb(method, verb, recipe, aliases(set_, **keys), smoke=smoke, **given)
-
-
-def _add_infer(app: typer.Typer, method: str) -> None:
-    @app.command("infer", help="Answer a question, or a file of them.")
-    def infer(
-        recipe: RecipeArgument,
-        question: QuestionOption = None,
-        input_file: InputOption = None,
-        set_: SetOption = [],  # noqa: B006 - typer reads the default and never changes it
-        smoke: SmokeOption = False,
-        checkpoint: CheckpointOption = None,
-        run_dir: RunDirOption = None,
-        name: NameOption = None,
-        seed: SeedOption = None,
-        quiet: QuietOption = False,
-        json_output: JsonOption = False,
-        debug: DebugOption = False,
-    ) -> None:
-        with console.session(quiet=quiet, json_output=json_output, debug=debug):
-            asked = one_question(question, input_file)
-            keys = {"run__dir": run_dir, "run__name": name, "run__seed": seed, "model__checkpoint": checkpoint}
-            talk = {"quiet": quiet, "json_output": json_output, "debug": debug}
-            given = {"checkpoint": checkpoint, "run_dir": run_dir, "name": name, **asked, **talk}
-            run_verb(method, "infer", recipe, aliases(set_, **keys), smoke=smoke, needs_data=False, **given)
+def _asked(given: Mapping[str, Any], own_questions: bool) -> dict[str, Any]:
+    """Nothing where neither is given and the recipe has questions of its own: it then asks the first of them."""
+    question, input_file = given["question"], given["input_file"]
+    return {} if own_questions and question is None and input_file is None else one_question(question, input_file)
 
 
 def one_question(question: str | None, input_file: Path | None) -> dict[str, Any]:

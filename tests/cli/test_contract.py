@@ -31,6 +31,10 @@ COMMANDS = {
     "mappa infer": f"RECIPE {COMMON} --checkpoint --question --input",
     "mappa rollout": f"RECIPE {COMMON} --checkpoint",
     "mappa coach-eval": f"[RECIPE] {COMMON} --all --repeats",
+    "recursivemas train": f"RECIPE {COMMON} --resume --steps --from-rollouts --links --rounds --latent-steps",
+    "recursivemas eval": f"RECIPE {COMMON} --checkpoint --links --rounds --latent-steps --controls",
+    "recursivemas infer": f"[RECIPE] {COMMON} --checkpoint --question --input --links --rounds --latent-steps",
+    "recursivemas sweep": "RECIPE --set --smoke --run-dir --name --quiet --json --debug --steps",
 }
 
 
@@ -41,3 +45,15 @@ def test_every_command_takes_what_the_contract_names(words):
         command = command.commands[word]
     taken = {name for parameter in command.params for name in (*parameter.opts, parameter.metavar or "")}
     assert not set(COMMANDS[words].split()) - taken, taken
+
+
+def test_every_option_of_a_method_is_written_once():
+    """Two commands that take an option of one name take the very same one."""
+    seen: dict[str, tuple] = {}
+    for method in ("mars", "mappa", "recursivemas"):
+        for command in typer.main.get_command(app).commands[method].commands.values():
+            for option in command.params:
+                if option.param_type_name == "option":
+                    form = (option.opts, option.help, option.metavar, option.default)
+                    assert seen.setdefault(option.name, form) == form
+    assert {"links", "set_", "checkpoint", "split"} <= set(seen)
