@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from agentrl.data import load_tasks, order, overlap
 from agentrl.errors import ConfigError, DataError
 from agentrl.launch.devices import detect, plan
 from agentrl.recipes.interrupt import Interrupt, interruptible
-from agentrl.recipes.loop import evaluates, mean
+from agentrl.recipes.loop import evaluates, mean, run_steps
 from agentrl.recipes.quiet import quiet_libraries
 from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, open_decoder
@@ -30,7 +29,6 @@ from agentrl.recipes.recursivemas.held_out import (
 from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
-from agentrl.recipes.recursivemas.starts import start_links
 from agentrl.recipes.recursivemas.texts import (
     held_out_sources,
     read_held_out_texts,
@@ -38,16 +36,7 @@ from agentrl.recipes.recursivemas.texts import (
     target_sources,
     with_random_answers,
 )
-from agentrl.recipes.recursivemas.training import (
-    LinkTraining,
-    finished,
-    frozen_sums,
-    mark_trained,
-    restore,
-    save,
-    summarise,
-    token_norms,
-)
+from agentrl.recipes.recursivemas.training import LinkTraining, frozen_sums, mark_trained, token_norms
 from agentrl.recipes.recursivemas.windows import refuse_long_tasks
 from agentrl.recipes.registry import VerbOptions
 from agentrl.recipes.resuming import approve
@@ -57,8 +46,6 @@ from agentrl.run import Run
 from agentrl.types import Task
 from agentrl.update.link_header import read_metadata
 from agentrl.update.policy import StepStats
-
-log = logging.getLogger(__name__)
 
 
 def train(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
@@ -247,7 +234,7 @@ async def _train(
         t = _open(recipe, options, run, loaded, decoder, reward, tasks, held_out)
         refuse_long_tasks(recipe, loaded.system, tasks, t.texts, held_out=False)
         refuse_long_tasks(recipe, loaded.system, held_out, t.held_out_texts, held_out=True)
-        return await run_steps(t, interrupt)
+        return await run_steps(t, train_step, evaluate_held_out, interrupt)
 
 
 def _open(
@@ -276,31 +263,6 @@ def _open(
         sums=frozen_sums(loaded),
         links=loaded.links,
     )
-
-
-async def run_steps(t: LinkTraining, interrupt: Interrupt) -> dict[str, Any]:
-    """All steps from the first, or from where a run broke off, and the summary."""
-    run = t.recipe.run
-    first = restore(t)
-    done = finished(t, first)
-    if done is not None:
-        return done
-    t.options.progress.begin(run.steps, first)
-    if first == 1:
-        start_links(t.links, t.loaded.system, t.recipe.recursivemas.train.start)
-        t.started = t.links.untrained
-    if first == 1 and 0 not in t.evals:
-        await evaluate_held_out(t, 0)
-    for step in range(first, run.steps + 1):
-        log.info("step %d begins", step)
-        await train_step(t, step)
-        last = step == run.steps or interrupt.requested
-        if last or (run.save_every and step % run.save_every == 0):
-            save(t, step)
-        if interrupt.requested and step < run.steps:
-            summarise(t, step, "interrupted")
-            raise KeyboardInterrupt
-    return summarise(t, run.steps, "done")
 
 
 def _tasks(recipe: RecursiveRecipe) -> tuple[list[Task], list[Task]]:

@@ -6,7 +6,6 @@ that the run is in (`trainer/`); the frozen models are not in it, only their che
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,10 @@ from typing import Any
 
 import torch
 
-from agentrl.data import fingerprint
-from agentrl.errors import ConfigError, DataError, RunFailedError
-from agentrl.grading.interval import eval_block, paired_rise
+from agentrl.errors import ConfigError, RunFailedError
 from agentrl.launch.devices import Plan
 from agentrl.protocols import Reward
-from agentrl.recipes.loop import mean
+from agentrl.recipes.loop import checkpoint, evaluated, newest_checkpoint
 from agentrl.recipes.recursivemas.config import RecursiveRecipe, Stage
 from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.held_out import HeldOut
@@ -29,6 +26,7 @@ from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer
 from agentrl.recipes.recursivemas.links import Links, save_links
 from agentrl.recipes.recursivemas.losses import Reuse
 from agentrl.recipes.recursivemas.setup import Loaded
+from agentrl.recipes.recursivemas.starts import start_links
 from agentrl.recipes.recursivemas.texts import Texts
 from agentrl.recipes.registry import VerbOptions
 from agentrl.run import Run
@@ -89,6 +87,57 @@ class LinkTraining:
     def measured(self, step: int, found: HeldOut) -> None:
         self.evals[step], self.losses[step] = dict(found.items), dict(found.losses)
 
+    async def restore(self) -> int:
+        """Raises `DataError` for other training data than the checkpoint's, `ConfigError` for other frozen models."""
+        found = newest_checkpoint(self)
+        train = self.recipe.recursivemas.train
+        if found is None:
+            start_links(self.links, self.loaded.system, train.start)
+            self.started = self.links.untrained
+            return 1
+        state = found.state
+        if state["backbones"] != dict(self.sums):
+            odd = sorted(n for n in self.sums if self.sums[n] != state["backbones"].get(n))
+            raise ConfigError(
+                f"policies: the weights of {', '.join(odd)} are not those that this run began with",
+                "resume with the same models",
+            )
+        _load_links(self, found.folder / "links")
+        if state["stage"] == train.stage_of(found.step + 1) or found.step >= self.recipe.run.steps:
+            self.trainer_of(found.step).load(found.folder / "trainer")
+        self.updates, self.started = state["updates"], tuple(state.get("started", ()))
+        self.losses = {int(k): dict(v) for k, v in state["losses"].items()}
+        self.options.progress.note(f"resumed after step {found.step}: links, optimiser, data order and evaluations")
+        return found.step + 1
+
+    def save(self, step: int) -> None:
+        """A checkpoint of all links, of the optimiser's state and of what was measured."""
+        assert self.trainer is not None
+        state = {
+            "updates": self.updates,
+            "stage": self.stage,
+            "started": list(self.started),
+            "backbones": dict(self.sums),
+            "losses": {str(k): v for k, v in self.losses.items()},
+        }
+        with checkpoint(self, step, state) as folder:
+            save_links(self.links, folder / "links")
+            (folder / "trainer").mkdir()
+            self.trainer.save(folder / "trainer")
+
+    def summarise(self, step: int, status: str) -> dict[str, Any]:
+        """Write `summary.json` and return it with the run's folder. Raises `RunFailedError` if a frozen model
+        changed."""
+        result = summary(self, step, status)
+        self.run.write_summary(result)
+        changed = [name for name, sums in result["backbones"].items() if sums["before"] != sums["after"]]
+        if changed:
+            raise RunFailedError(
+                f"the weights of {', '.join(sorted(changed))} changed while only links were trained",
+                "this is a fault of agentrl; keep the run folder and report it",
+            )
+        return {"run": str(self.run.path), **result}
+
     def _steps_of(self, stage: Stage) -> int:
         steps, train = self.recipe.run.steps, self.recipe.recursivemas.train
         if train.stage != "both":
@@ -118,58 +167,6 @@ def token_norms(loaded: Loaded) -> dict[str, float]:
         if agent.backbone.name not in by_model:
             by_model[agent.backbone.name] = mean_token_norm(agent.backbone.embeddings)
     return {name: by_model[agent.backbone.name] for name, agent in loaded.system.agents.items()}
-
-
-# Checkpoints
-
-
-def save(t: LinkTraining, step: int) -> None:
-    """A checkpoint of all links, of the optimiser's state and of what was measured."""
-    assert t.trainer is not None
-    state = {
-        "updates": t.updates,
-        "stage": t.stage,
-        "data": fingerprint(t.tasks),
-        "started": list(t.started),
-        "backbones": dict(t.sums),
-        "evals": {str(k): v for k, v in t.evals.items()},
-        "losses": {str(k): v for k, v in t.losses.items()},
-    }
-    with t.run.checkpoint(step, state=state, score=mean(t.evals[step]) if step in t.evals else None) as folder:
-        save_links(t.links, folder / "links")
-        (folder / "trainer").mkdir()
-        t.trainer.save(folder / "trainer")
-
-
-def restore(t: LinkTraining) -> int:
-    """Go on after the newest checkpoint; returns the first step to run."""
-    found = t.run.resume_state
-    if found is None:
-        if t.run.set_aside is not None:
-            t.options.progress.note(
-                f"no whole checkpoint is left in {t.run.path / 'checkpoints'}: training starts again at step 1; "
-                f"the metrics of before lie in {t.run.set_aside}"
-            )
-        return 1
-    state = found.state
-    if state["data"] != fingerprint(t.tasks):
-        raise DataError(
-            "data.path: the training data changed since this run was saved", "resume with the data it began with"
-        )
-    if state["backbones"] != dict(t.sums):
-        odd = sorted(n for n in t.sums if t.sums[n] != state["backbones"].get(n))
-        raise ConfigError(
-            f"policies: the weights of {', '.join(odd)} are not those that this run began with",
-            "resume with the same models",
-        )
-    _load_links(t, found.folder / "links")
-    if state["stage"] == t.recipe.recursivemas.train.stage_of(found.step + 1) or found.step >= t.recipe.run.steps:
-        t.trainer_of(found.step).load(found.folder / "trainer")
-    t.updates, t.started = state["updates"], tuple(state.get("started", ()))
-    t.evals = {int(k): dict(v) for k, v in state["evals"].items()}
-    t.losses = {int(k): dict(v) for k, v in state["losses"].items()}
-    t.options.progress.note(f"resumed after step {found.step}: links, optimiser, data order and evaluations")
-    return found.step + 1
 
 
 @torch.no_grad()
@@ -204,15 +201,11 @@ def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
     return how
 
 
-# Summary
-
-
-def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
-    """Write `summary.json` and return it with the run's folder. Raises `RunFailedError` if a frozen model changed."""
+def summary(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
+    """What a run says of itself after a step."""
     after = frozen_sums(t.loaded)
-    changed = sorted(name for name, value in after.items() if value != t.sums[name])
     train = t.recipe.recursivemas.train
-    result: dict[str, Any] = {
+    return {
         "method": "recursivemas",
         "status": status,
         "command": shlex.join(["agentrl", *sys.argv[1:]]),
@@ -238,27 +231,16 @@ def summarise(t: LinkTraining, step: int, status: str) -> dict[str, Any]:
             "training": {name: None if how is None else dict(how) for name, how in t.links.training.items()},
         },
         "backbones": {name: {"before": t.sums[name], "after": after[name]} for name in after},
-        "frozen": not changed,
+        "frozen": after == dict(t.sums),
         "device": {"kind": t.placed.device, "gpus": len(t.placed.gpus), "threads": t.placed.threads},
+        **evaluated(t, step),
+        **_losses(t, step),
+        **_leak(t, step),
     }
-    result |= _measured(t, step) | _leak(t, step)
-    t.run.write_summary(result)
-    if changed:
-        raise RunFailedError(
-            f"the weights of {', '.join(changed)} changed while only links were trained",
-            "this is a fault of agentrl; keep the run folder and report it",
-        )
-    return {"run": str(t.run.path), **result}
 
 
-def _measured(t: LinkTraining, step: int) -> dict[str, Any]:
+def _losses(t: LinkTraining, step: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    if 0 in t.evals:
-        out["eval_before"] = eval_block(t.evals[0])
-    if step in t.evals and step > 0:
-        out["eval_after"] = eval_block(t.evals[step])
-        if 0 in t.evals:
-            out["rise"] = paired_rise(t.evals[0], t.evals[step])
     named = {"before": 0, "after": step}
     for kind in ("as_used", "as_trained"):
         found = {word: t.losses[at][kind] for word, at in named.items() if kind in t.losses.get(at, {})}
@@ -278,15 +260,3 @@ def _leak(t: LinkTraining, step: int) -> dict[str, Any]:
     return {
         "leak_probe": {"form": form, **{key: told[key] for key in keys}, "leaks": None if low is None else low > 0.0}
     }
-
-
-def finished(t: LinkTraining, first: int) -> dict[str, Any] | None:
-    """The summary of a resumed run that has no step left and was summarised after its last one."""
-    path = t.run.path / "summary.json"
-    if t.run.resume_state is None or first <= t.recipe.run.steps or not path.exists():
-        return None
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if summary.get("steps") != t.recipe.run.steps:
-        return None
-    t.options.progress.note(f"the run is at step {first - 1} of {t.recipe.run.steps} already; nothing is left to do")
-    return {"run": str(t.run.path), **summary}
