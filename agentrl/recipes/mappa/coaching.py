@@ -17,6 +17,7 @@ from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
 from agentrl.config.schema import EngineConfig
 from agentrl.grading.tabular import measured
+from agentrl.launch.devices import detect, plan
 from agentrl.models import resolve
 from agentrl.protocols import Coach, CoachView, Engine
 from agentrl.recipes.mappa.config import MappaRecipe
@@ -37,14 +38,16 @@ Place = tuple[int, int, int, int]
 
 @asynccontextmanager
 async def open_coach(recipe: MappaRecipe) -> AsyncIterator[Coach]:
-    """The coach that the recipe names, closed at the end, with an engine of its own where it is a local model.
+    """The coach that the recipe names, closed at the end, with an engine of its own where it is a local model, which
+    computes where the run does.
 
-    Raises `ConfigError` for a bad rule or template, `MissingError` without the service's key or the model.
+    Raises `ConfigError` for a bad rule or template, `MissingError` without the service's key or the model, and both as
+    `plan` does.
     """
     config, engine, chat, coach = recipe.coach, None, None, None
     if config.kind == "local" and config.replay is None:
         assert config.model is not None
-        engine, chat = _local(config.model, recipe.run.seed)
+        engine, chat = _local(config.model, recipe)
     try:
         coach = make_coach(config, load=named_function, engine=engine, chat=chat, seed=recipe.run.seed)
         yield coach
@@ -66,11 +69,13 @@ async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
             await coaching.close()
 
 
-def _local(model: str, seed: int) -> tuple[Engine, Chat]:
+def _local(model: str, recipe: MappaRecipe) -> tuple[Engine, Chat]:
     from agentrl.rollout.engine import make_engine
 
-    folder = resolve(model)
-    engine = make_engine(EngineConfig(kind="hf"), {"coach": folder}, dtype="bfloat16", seed=seed, gate=Gate())
+    folder, device = resolve(model), plan(recipe.launch, detect()).device
+    engine = make_engine(
+        EngineConfig(kind="hf"), {"coach": folder}, dtype="bfloat16", seed=recipe.run.seed, gate=Gate(), device=device
+    )
     return engine, Chat(ChatFormat.from_folder(folder), enable_thinking=False)
 
 

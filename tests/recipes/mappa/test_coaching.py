@@ -7,9 +7,12 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from agentrl.config.schema import CoachConfig
 from agentrl.errors import ConfigError
+from agentrl.launch.devices import GIB, Gpu, Hardware
+from agentrl.recipes.mappa import coaching as coaching_module
 from agentrl.recipes.mappa.coaching import open_coaching
 from agentrl.recipes.mappa.setup import samples_of
 from agentrl.scoring.client import CallError, ScoringClient
@@ -204,6 +207,24 @@ def test_x03_a_model_of_this_machine_may_be_the_coach(roll, lab, tiny, monkeypat
     score = asyncio.run(ask())
     assert score.value is None or 0.0 <= score.value <= 10.0
     assert score.info["calls"] >= 1
+
+
+@pytest.mark.parametrize(("gpus", "moves"), [(0, []), (1, ["cuda"]), (None, ["cuda"])])
+def test_x03_a_local_coach_computes_where_the_run_does(lab, tiny, monkeypatch, gpus, moves):
+    monkeypatch.setenv("AGENTRL_HOME", str(tiny.parent.parent))
+    box = Hardware(4, 8 * GIB, gpus=tuple(Gpu(i, "X", 80 * GIB, (9, 0)) for i in range(2)), torch_cuda="13.0")
+    monkeypatch.setattr(coaching_module, "detect", lambda: box)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    moved = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, place: moved.append(place) or model)
+    recipe = lab.recipe({"one": {}}, coach={"kind": "local", "model": "tiny-llama"}, launch={"gpus": gpus})
+
+    async def opened() -> None:
+        async with open_coaching(recipe):
+            pass
+
+    asyncio.run(opened())
+    assert moved == moves
 
 
 def test_x02_offsets_per_kind_of_task_apply_to_every_score_of_training_and_to_the_reward(roll, lab):
