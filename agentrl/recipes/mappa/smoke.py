@@ -65,8 +65,8 @@ def _policy(given: Any) -> dict[str, Any]:
 
 
 def _agent(given: Any) -> dict[str, Any]:
-    max_turns = int(given.get("max_turns", 1)) if isinstance(given, dict) else 1
-    turns = min(MAX_TURNS, max_turns)
+    max_turns = given.get("max_turns", 1) if isinstance(given, dict) else 1
+    turns = min(MAX_TURNS, max_turns) if isinstance(max_turns, int) else 1  # what is no number is told by validation
     return {
         "sampling": _only(SamplingConfig, {"max_tokens": MAX_TOKENS}),
         "max_turns": turns,

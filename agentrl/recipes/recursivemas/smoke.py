@@ -33,7 +33,7 @@ def smoke_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides of `--smoke`, as nested sections. None brings a key's default back."""
     own = _section(values, "recursivemas")
     agents = _agents(own)
-    kept = _section(values, "data").get("path") in EMBEDDED
+    kept = _text(_section(values, "data"), "path") in EMBEDDED
     return {
         "model": _only(ModelConfig, MODEL),
         "policies": None,
@@ -60,11 +60,11 @@ def smoke_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _agents(own: Mapping[str, Any]) -> tuple[str, ...]:
     """The decoder is the last."""
-    style = own.get("style", "sequential_light")
+    style = _text(own, "style") if "style" in own else "sequential_light"
     if style in STYLES:
         graph = STYLES[style].graph
         return (*(a for a in graph.agents if a != graph.decoder), graph.decoder)
-    roles, decoder = _section(own, "roles"), own.get("decoder")
+    roles, decoder = _section(own, "roles"), _text(own, "decoder")
     return (*(name for name in roles if name != decoder), *([decoder] if decoder in roles else []))
 
 
@@ -74,7 +74,7 @@ def _agent() -> dict[str, Any]:
 
 def _data(given: Mapping[str, Any], kept: bool) -> dict[str, Any]:
     held_out = _section(given, "eval")
-    if not kept or held_out.get("path") not in EMBEDDED:
+    if not kept or _text(held_out, "path") not in EMBEDDED:
         path = given["path"] if kept else SET
         held_out = {"path": path, "split": "eval"}
     trained = {"path": given["path"], "split": given.get("split")} if kept else {"path": SET, "split": "train"}
@@ -103,6 +103,12 @@ def _train(given: Mapping[str, Any], agents: tuple[str, ...]) -> dict[str, Any]:
 def _section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = values.get(key)
     return found if isinstance(found, Mapping) else {}
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    """Empty where there is none: what is no text is told by validation."""
+    found = values.get(key)
+    return found if isinstance(found, str) else ""
 
 
 def _number(value: Any, default: int) -> int:
