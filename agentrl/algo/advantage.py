@@ -119,17 +119,13 @@ def mean_and_variance(moments_3: Tensor) -> tuple[float, float]:
 def whiten_from_moments(values_T: Tensor, mask_T: Tensor, moments_3: Tensor, floor: float = 1e-8) -> Tensor:
     """(v - mu) / sqrt(max(var, floor)) with the statistics of `moments_3`; exactly 0 where `mask_T` is False.
 
-    `moments_3` is the sum over all batches and ranks that share one normalisation, and is applied once.
+    Token weighted, by the population variance (REINFORCE++; MAPPA section 3.1). `moments_3` is the sum over all batches
+    and ranks that share one normalisation, and is applied once.
     """
     same_shape(values_T=values_T, mask_T=mask_T)
     mean, variance = mean_and_variance(moments_3)
     whitened_T = (values_T.detach().double() - mean) / math.sqrt(max(variance, floor))
     return torch.where(mask_T, whitened_T, 0.0).to(upcast(values_T).dtype)
-
-
-def whiten(values_T: Tensor, mask_T: Tensor, floor: float = 1e-8) -> Tensor:
-    """Whiten by the global masked mean and population variance, token weighted (REINFORCE++; MAPPA section 3.1)."""
-    return whiten_from_moments(values_T, mask_T, moments(values_T, mask_T), floor)
 
 
 def scores_are_degenerate(score_moments_3: Tensor, threshold: float = 1e-6) -> bool:

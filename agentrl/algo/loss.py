@@ -72,7 +72,6 @@ def policy_loss(
     `current_T` carries the gradient; `old_T`, advantages and weights are constants. Tokens of weight 0 have ratio
     exactly 1, loss exactly 0 and gradient exactly 0 with respect to `current_T`, whatever values stand there, NaN
     included. With no active token the loss is 0 and still has a gradient (of zeros), so every rank can run backward.
-    A truncated importance weight, if used, is multiplied into `weights_T` by the caller.
 
     Raises `ValueError` on unequal shapes: nothing is broadcast.
     """
@@ -90,26 +89,3 @@ def policy_loss(
         clipped_T=clipped_tokens(constant_T, advantages_T, eps_low, eps_high),
         active_T=active_T,
     )
-
-
-def cross_entropy_from_logprobs(logprobs_T: Tensor, weights_T: Tensor) -> Tensor:
-    """-sum_t weight_t * log p_t, a scalar. Tokens of weight 0 count nothing, even when NaN stands there."""
-    same_shape(logprobs_T=logprobs_T, weights_T=weights_T)
-    active_logprobs_T = torch.where(weights_T != 0, upcast(logprobs_T), 0.0)
-    return -(upcast(weights_T.detach()) * active_logprobs_T).sum()
-
-
-def truncated_importance_weight(
-    old_T: Tensor, behaviour_T: Tensor, cap: float, *, active_T: Tensor | None = None
-) -> Tensor:
-    """min(pi_old / pi_behaviour, cap) per token, a constant; exactly 1 where `active_T` is False.
-
-    Corrects for an engine whose probabilities differ from the trainer's (truncated importance sampling). Both
-    inputs must be full-softmax values at temperature 1. Raises `ValueError` for a cap that is not positive.
-    """
-    if not cap > 0:
-        raise ValueError(f"cap must be positive, got {cap}")
-    if active_T is None:
-        active_T = torch.ones_like(old_T, dtype=torch.bool)
-    ratio_T = clamp_log_ratio(log_ratio(old_T.detach(), behaviour_T.detach(), active_T)).exp()
-    return torch.where(active_T, ratio_T.clamp(max=cap), 1.0)

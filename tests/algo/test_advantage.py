@@ -17,7 +17,6 @@ from agentrl.algo.advantage import (
     returns_to_go,
     scores_are_degenerate,
     token_rewards,
-    whiten,
     whiten_from_moments,
 )
 
@@ -124,6 +123,11 @@ def worked_returns(rhos: tuple[float, float], beta: float = 0.01) -> torch.Tenso
     )
 
 
+def whitened(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """One batch by its own statistics."""
+    return whiten_from_moments(values_T, mask_T, moments(values_T, mask_T))
+
+
 def test_m10_score_on_the_last_token_and_undiscounted_token_returns() -> None:
     rewards_T = token_rewards(torch.tensor(K[0], dtype=torch.float64), 0.8, 0.01)
     assert rewards_T.tolist() == pytest.approx([-0.001, 0.002, 0.797], abs=1e-12)
@@ -136,11 +140,11 @@ def test_m12_worked_example() -> None:
     mean, variance = mean_and_variance(moments(returns_T, mask_T))
     assert mean == pytest.approx(0.5968, abs=1e-12)
     assert variance == pytest.approx(0.06072256, abs=1e-10)
-    assert whiten(returns_T, mask_T).tolist() == pytest.approx([0.8165, 0.8206, 0.8124, -1.2247, -1.2247], abs=1e-4)
+    assert whitened(returns_T, mask_T).tolist() == pytest.approx([0.8165, 0.8206, 0.8124, -1.2247, -1.2247], abs=1e-4)
 
 
 def test_m12_raw_scores_make_the_kl_ten_times_smaller() -> None:
-    advantages_T = whiten(worked_returns((8.0, 3.0)), torch.ones(5, dtype=torch.bool))
+    advantages_T = whitened(worked_returns((8.0, 3.0)), torch.ones(5, dtype=torch.bool))
     assert advantages_T.tolist() == pytest.approx([0.8165, 0.8169, 0.8161, -1.2247, -1.2247], abs=1e-4)
 
 
@@ -151,14 +155,14 @@ def test_m12_ranks_agree_with_one_rank_even_when_one_is_empty(split: list[int]) 
     shares = returns_T.split(split)
     reduced_3 = torch.stack([moments(s, torch.ones_like(s, dtype=torch.bool)) for s in shares]).sum(0)
     parts = [whiten_from_moments(s, torch.ones_like(s, dtype=torch.bool), reduced_3) for s in shares]
-    assert torch.allclose(torch.cat(parts), whiten(returns_T, ones_T), atol=1e-6)
+    assert torch.allclose(torch.cat(parts), whitened(returns_T, ones_T), atol=1e-6)
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=1, max_size=60))
 def test_m12_masked_mean_is_zero_and_variance_one(rows: list[tuple[float, bool]]) -> None:
     values_T = torch.tensor([v for v, _ in rows], dtype=torch.float64)
     mask_T = torch.tensor([m for _, m in rows])
-    whitened_T = whiten(values_T, mask_T)
+    whitened_T = whitened(values_T, mask_T)
     assert torch.isfinite(whitened_T).all()
     assert (whitened_T[~mask_T] == 0).all()
     if mask_T.any() and values_T[mask_T].var(unbiased=False) > 1e-6:
@@ -171,7 +175,7 @@ def test_m12_statistics_are_token_weighted_and_ignore_masked_values() -> None:
     mask_T = torch.tensor([True, True, True, True, False, False])
     mean, variance = mean_and_variance(moments(values_T, mask_T))
     assert (mean, variance) == pytest.approx((0.75, 0.1875))
-    assert torch.equal(whiten(values_T, mask_T)[4:], torch.zeros(2))
+    assert torch.equal(whitened(values_T, mask_T)[4:], torch.zeros(2))
 
 
 def test_m13_equal_scores_without_kl_give_exact_zeros() -> None:
@@ -193,9 +197,9 @@ def test_m13_equal_scores_use_the_raw_kl_returns_and_do_not_blow_them_up() -> No
     assert out.degenerate
     assert out.values_T.tolist() == pytest.approx([-0.003, 0.002, 0.001, 0.0])
     varied_3 = moments(torch.tensor([0.2, 0.5, 0.9]), ones_A)
-    whitened = batch_advantages(returns_T, kl_returns_T, mask_T, moments(returns_T, mask_T), varied_3)
-    assert not whitened.degenerate
-    assert torch.equal(whitened.values_T, whiten(returns_T, mask_T))
+    varied = batch_advantages(returns_T, kl_returns_T, mask_T, moments(returns_T, mask_T), varied_3)
+    assert not varied.degenerate
+    assert torch.equal(varied.values_T, whitened(returns_T, mask_T))
 
 
 def test_m13_threshold_is_on_the_variance_and_fewer_than_two_scores_are_degenerate() -> None:
@@ -209,8 +213,8 @@ def test_m13_threshold_is_on_the_variance_and_fewer_than_two_scores_are_degenera
 def test_m13_an_empty_batch_is_finite() -> None:
     empty_T, mask_T = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     assert torch.equal(moments(empty_T, mask_T), torch.zeros(3, dtype=torch.float64))
-    assert whiten(empty_T, mask_T).shape == (0,)
-    assert torch.equal(whiten(torch.tensor([math.nan]), torch.tensor([False])), torch.zeros(1))
+    assert whitened(empty_T, mask_T).shape == (0,)
+    assert torch.equal(whitened(torch.tensor([math.nan]), torch.tensor([False])), torch.zeros(1))
 
 
 def test_every_intermediate_reward_reaches_the_turns_before_it() -> None:
@@ -239,4 +243,4 @@ def test_wrong_shapes_are_refused_not_broadcast() -> None:
     with pytest.raises(ValueError, match="per sequence"):
         returns_to_go(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="one value per token"):
-        whiten(torch.zeros(3), torch.ones(1, dtype=torch.bool))
+        whitened(torch.zeros(3), torch.ones(1, dtype=torch.bool))

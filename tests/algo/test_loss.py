@@ -11,9 +11,7 @@ from agentrl.algo.advantage import group_advantages
 from agentrl.algo.loss import (
     clipped_surrogate,
     clipped_tokens,
-    cross_entropy_from_logprobs,
     policy_loss,
-    truncated_importance_weight,
 )
 
 tokens = st.lists(
@@ -192,26 +190,6 @@ def test_bfloat16_logprobs_are_subtracted_and_summed_in_float32() -> None:
     assert float(out.logratio_T[0]) == 3.99609375
     assert out.loss.dtype == torch.float32
     assert float(out.loss.detach()) == pytest.approx(math.exp(3.99609375), rel=1e-5)
-
-
-def test_cross_entropy_is_the_weighted_negative_logprob_without_masked_tokens() -> None:
-    logprobs_T = torch.tensor([-1.0, math.nan, -3.0], requires_grad=True)
-    loss = cross_entropy_from_logprobs(logprobs_T, torch.tensor([0.5, 0.0, 0.5]))
-    assert float(loss.detach()) == pytest.approx(2.0)
-    (gradient_T,) = torch.autograd.grad(loss, logprobs_T)
-    assert gradient_T.tolist() == [-0.5, 0.0, -0.5]
-
-
-def test_importance_weights_are_truncated_constant_and_one_where_masked() -> None:
-    old_T = torch.tensor([-1.0, -1.0, -1.0, math.nan], requires_grad=True)
-    behaviour_T = torch.tensor([-1.0, -3.0, -0.5, 0.0])
-    weight_T = truncated_importance_weight(old_T, behaviour_T, 2.0, active_T=torch.tensor([True, True, True, False]))
-    assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-0.5), 1.0])
-    assert not weight_T.requires_grad
-    below_one = truncated_importance_weight(old_T, behaviour_T, 0.5, active_T=torch.tensor([True] * 3 + [False]))
-    assert below_one.tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0])
-    with pytest.raises(ValueError, match="cap"):
-        truncated_importance_weight(old_T, behaviour_T, 0.0)
 
 
 def test_an_empty_clip_range_is_refused() -> None:
