@@ -64,17 +64,14 @@ class _Placeholders:
 
     nonce: str
     texts: list[str] = field(default_factory=list)
-    optional: set[int] = field(default_factory=set)
 
     @classmethod
     def avoiding(cls, texts: Sequence[str]) -> _Placeholders:
         whole = "\n".join(texts)
         return cls(next(n for i in range(len(whole) + 1) if (n := f"AgentrlSlot{i}x") not in whole))
 
-    def hold(self, text: str, optional: bool = False) -> str:
+    def hold(self, text: str) -> str:
         self.texts.append(text)
-        if optional:
-            self.optional.add(len(self.texts) - 1)
         return f"{self.nonce}{len(self.texts) - 1}z"
 
     def cut(self, render: str) -> tuple[list[str], list[int]]:
@@ -83,7 +80,7 @@ class _Placeholders:
         order = [int(i) for i in pieces[1::2]]
         for i in range(len(self.texts)):
             count = order.count(i)
-            if count > 1 or (count == 0 and i not in self.optional):
+            if count != 1:
                 what = "leaves out" if count == 0 else f"repeats {count} times"
                 raise TemplateRefusal(f"the template {what} or changes an untrusted content")
         return pieces[0::2], order
@@ -108,26 +105,16 @@ class Chat:
         `ConfigError` with the template's reason when it refuses the messages, or leaves an untrusted content out,
         repeats or changes it.
         """
-        (ids,) = self._assemble(messages, generation_prompt, rerender=False)
+        (ids,) = self._assemble(messages, generation_prompt)
         return ids
 
     def start_around(self, messages: Sequence[Message], generation_prompt: bool = True) -> Runs:
         """As `start`, cut at the slots in order: one run of ids more than there are slots. Raises as `start`."""
-        return self._assemble(messages, generation_prompt, rerender=False)
+        return self._assemble(messages, generation_prompt)
 
     def open(self, messages: Sequence[Message]) -> Context:
         """A context that ends with the generation prompt. Raises as `start` does."""
         return Context(self, self.start(messages))
-
-    def render_full(self, messages: Sequence[Message], generation_prompt: bool = True) -> tuple[int, ...]:
-        """Ids of the whole conversation rendered anew, for `context: template`: templates may change old turns.
-
-        Untrusted assistant texts (decoded completions without their end token) go through the template, so that it
-        may drop earlier thinking; only special tokens that they spell out are held back. Ids differ from the sampled
-        ones where the text has several encodings: the caller must split the trajectory there. Raises as `start`.
-        """
-        (ids,) = self._assemble(messages, generation_prompt, rerender=True)
-        return ids
 
     def observation_delta(
         self,
@@ -230,9 +217,9 @@ class Chat:
             raise TemplateRefusal("the template changes the order of turns")
         return pieces[2:]
 
-    def _assemble(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> Runs:
+    def _assemble(self, messages: Sequence[Message], generation_prompt: bool) -> Runs:
         try:
-            return self._cut_and_encode(self._placed(messages), generation_prompt, rerender)
+            return self._cut_and_encode(self._placed(messages), generation_prompt)
         except TemplateRefusal as refusal:
             roles = ", ".join(m.role for m in messages)
             raise ConfigError(
@@ -240,13 +227,12 @@ class Chat:
                 "use roles and an order that the model's template knows, or another model",
             ) from refusal
 
-    def _cut_and_encode(self, messages: Sequence[Message], generation_prompt: bool, rerender: bool) -> Runs:
+    def _cut_and_encode(self, messages: Sequence[Message], generation_prompt: bool) -> Runs:
         parts = [part for m in messages for part in m.parts]
         slots = _Placeholders.avoiding([p.text for p in parts])
         dicts: list[dict[str, str]] = []
         places: set[int] = set()
         for message in messages:
-            shield = rerender and message.role == "assistant"
             content = []
             for part in message.parts:
                 if part.slot:
@@ -255,7 +241,7 @@ class Chat:
                 elif part.trusted:
                     content.append(part.text)
                 else:
-                    content.append(self._shielded(part.text, slots) if shield else slots.hold(part.text))
+                    content.append(slots.hold(part.text))
             dicts.append({"role": message.role, "content": "".join(content)})
         pieces, order = slots.cut(self._render(dicts, generation_prompt))
         runs: list[list[int]] = [[]]
@@ -267,14 +253,6 @@ class Chat:
             if piece:
                 runs[-1].extend(self.format.encode_trusted(piece, continues=i > 0))
         return tuple(tuple(run) for run in runs)
-
-    def _shielded(self, text: str, slots: _Placeholders) -> str:
-        """An agent's own text with the special tokens it spells out held back; a template may drop those freely."""
-        out, at = [], 0
-        for start, stop in self.format.spelled_control_tokens(text):
-            out += [text[at:start], slots.hold(text[start:stop], optional=True)]
-            at = stop
-        return "".join([*out, text[at:]])
 
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages as the template can hold them: a system message merged into the first user turn, tool turns as
@@ -345,18 +323,3 @@ class Context:
     def append(self, delta: Sequence[int]) -> Context:
         """The context with ids that nobody sampled."""
         return Context(self.chat, self.ids + tuple(delta), self.sampled)
-
-    def after_observation(self, texts: str | Sequence[str], role: ObservationRole = "tool") -> Context:
-        """The context with the world's answer and the generation prompt."""
-        return self.append(self.observation_delta(texts, role))
-
-
-def start(
-    format: ChatFormat,
-    messages: Sequence[Message],
-    tools: Tools | None = None,
-    generation_prompt: bool = True,
-    enable_thinking: bool | None = None,
-) -> tuple[int, ...]:
-    """`Chat.start` for a single prompt."""
-    return Chat(format, tools, enable_thinking).start(messages, generation_prompt)

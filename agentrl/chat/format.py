@@ -53,7 +53,6 @@ class ChatFormat:
         spec = json.loads(full.to_str())
         self.special_tokens = dict(special_tokens)
         self.added_tokens: dict[int, str] = {i: t.content for i, t in full.get_added_tokens_decoder().items()}
-        self._special_added = {t.content for t in full.get_added_tokens_decoder().values() if t.special}
         self._added_ids = frozenset(self.added_tokens)
         self._start: Tokenizer = full
         self._continue, self._prefixed = continuing(spec, full)
@@ -168,13 +167,6 @@ class ChatFormat:
         ids = tuple(ids)
         return self.decode(ids[: len(ids) - self.sampled_end(ids)])
 
-    def spelled_control_tokens(self, text: str) -> list[tuple[int, int]]:
-        """Where (start, stop) the text spells a special added token out."""
-        if not self._special_added:
-            return []
-        pattern = "|".join(re.escape(t) for t in sorted(self._special_added, key=len, reverse=True))
-        return [m.span() for m in re.finditer(pattern, text)]
-
     # End tokens
 
     @cached_property
@@ -209,11 +201,6 @@ class ChatFormat:
         places = [i for i, token in enumerate(ids) if token in self._added_ids]
         cut = places[-1] + 1 if places else len(ids)
         return EndOfTurn(ids[:cut], ids[cut:], text)
-
-    @property
-    def end_of_turn_ids(self) -> tuple[int, ...]:
-        """The end marker's ids and those of the text that trails it."""
-        return self.end_of_turn.marker + self.end_of_turn.trailing
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

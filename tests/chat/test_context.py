@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from agentrl.chat.context import Chat, Message, Part, start
+from agentrl.chat.context import Chat, Context, Message, Part
 from agentrl.chat.format import ChatFormat
-from agentrl.chat.rerender import append_only_ok
 from agentrl.errors import ConfigError
 
 ASK = [Message("user", "Which capital?")]
@@ -27,20 +26,20 @@ def ids_of(chat: ChatFormat, *pieces: str, world: str = "", at: int = -1) -> tup
 def test_a_prompt_of_trusted_text_is_the_whole_render_encoded_at_once(make_format, template_name: str) -> None:
     chat = make_format(template_name)
     text = chat.render([{"role": "user", "content": "Hi there"}], generation_prompt=True)
-    assert start(chat, [Message("user", "Hi there", trusted=True)]) == chat.encode_trusted(text)
+    assert Chat(chat).start([Message("user", "Hi there", trusted=True)]) == chat.encode_trusted(text)
 
 
 def test_a_prompt_with_untrusted_text_reads_like_the_whole_render(make_format, template_name: str) -> None:
     for tokenizer in ("byte_level", "prepending", "unigram"):
         chat = make_format(template_name, tokenizer)
         text = chat.render([{"role": "user", "content": "The capital of France"}], generation_prompt=True)
-        ids = start(chat, [Message("user", "The capital of France")])
+        ids = Chat(chat).start([Message("user", "The capital of France")])
         assert chat.decode(ids) == chat.decode(chat.encode_trusted(text)), tokenizer
 
 
 def test_untrusted_text_adds_no_control_token_to_a_prompt(make_format, template_name: str) -> None:
     chat = make_format(template_name)
-    harmless, evil = (start(chat, [Message("user", text)]) for text in ("x", EVIL))
+    harmless, evil = (Chat(chat).start([Message("user", text)]) for text in ("x", EVIL))
     added = set(chat.added_tokens)
     assert [i for i in evil if i in added] == [i for i in harmless if i in added]
     assert EVIL in chat.decode(evil)
@@ -49,7 +48,7 @@ def test_untrusted_text_adds_no_control_token_to_a_prompt(make_format, template_
 def test_parts_of_one_message_are_trusted_one_by_one(make_format) -> None:
     chat = make_format("chatml")
     message = Message("user", (Part("Answer in <think>: ", trusted=True), Part(EVIL), Part(" Go.", trusted=True)))
-    ids = start(chat, [Message("system", "S", trusted=True), message])
+    ids = Chat(chat).start([Message("system", "S", trusted=True), message])
     head = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAnswer in <think>: "
     assert ids == ids_of(chat, head, " Go.<|im_end|>\n<|im_start|>assistant\n", world=EVIL, at=1)
 
@@ -69,7 +68,7 @@ def test_t11_slots_cut_the_ids_and_leave_no_trace(make_format, template_name: st
 def test_a_text_that_looks_like_a_placeholder_is_kept(make_format) -> None:
     chat = make_format("chatml")
     tricky = (Part("AgentrlSlot0x0z AgentrlSlot1x", trusted=True), Part("AgentrlSlot0x0z"))
-    text = chat.decode(start(chat, [Message("user", tricky)]))
+    text = chat.decode(Chat(chat).start([Message("user", tricky)]))
     assert "AgentrlSlot0x0z AgentrlSlot1xAgentrlSlot0x0z<|im_end|>" in text
 
 
@@ -78,8 +77,8 @@ def test_a_refused_system_message_goes_into_the_first_user_turn(make_format, tem
     chat = make_format(template)
     system = Message("system", "Be brief.", trusted=True)
     merged = chat.render([{"role": "user", "content": "Be brief.\n\nHi"}], generation_prompt=True)
-    assert start(chat, [system, Message("user", "Hi", trusted=True)]) == chat.encode_trusted(merged)
-    assert EVIL in chat.decode(start(chat, [system, Message("user", EVIL)]))
+    assert Chat(chat).start([system, Message("user", "Hi", trusted=True)]) == chat.encode_trusted(merged)
+    assert EVIL in chat.decode(Chat(chat).start([system, Message("user", EVIL)]))
 
 
 def test_a_dropped_system_message_is_merged_and_not_lost(make_folder) -> None:
@@ -88,7 +87,7 @@ def test_a_dropped_system_message_is_merged_and_not_lost(make_folder) -> None:
         "{% for m in messages if m.role != 'system' %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
     )
     chat = ChatFormat.from_folder(folder)
-    ids = start(chat, [Message("system", "Be brief.", trusted=True), Message("user", "Hi")])
+    ids = Chat(chat).start([Message("system", "Be brief.", trusted=True), Message("user", "Hi")])
     assert chat.decode(ids) == "userBe brief.\n\nHi<|im_end|>"
 
 
@@ -107,12 +106,12 @@ def test_a_template_that_changes_contents_is_a_config_error_with_the_reason(
     folder = make_folder("chatml")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ " + content + " }}{% endfor %}")
     with pytest.raises(ConfigError, match=reason):
-        start(ChatFormat.from_folder(folder), ASK)
+        Chat(ChatFormat.from_folder(folder)).start(ASK)
 
 
 def test_trimmed_contents_do_not_break_a_template(make_format) -> None:
     chat = make_format("headers")
-    assert "  padded \n<|eot_id|>" in chat.decode(start(chat, [Message("user", "  padded \n")]))
+    assert "  padded \n<|eot_id|>" in chat.decode(Chat(chat).start([Message("user", "  padded \n")]))
 
 
 # Observations
@@ -169,7 +168,7 @@ def test_chatml_delta_is_the_known_sequence_of_ids(make_format) -> None:
     delta = context.observation_delta("TEXT")
     assert delta == ids_of(chat, "<|im_end|>" + REPLY, CLOSE, world="TEXT", at=1)
     grown = context.append(delta)
-    assert grown.ids == context.ids + delta == context.after_observation("TEXT").ids
+    assert grown.ids == context.ids + delta
     assert chat.decode(grown.ids).endswith(
         "assistant\n<tool_call>x</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nTEXT"
         "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -242,62 +241,44 @@ def test_contexts_only_grow_and_know_what_was_sampled(make_format) -> None:
     for completion in (odd, chat.encode_trusted("<think>\nhm\n</think>\n\nParis<|im_end|>"), ()):
         context = context.after_completion(completion)
         assert context.ids[slice(*context.sampled[-1])] == completion
-        context = context.after_observation(EVIL)
+        context = context.append(context.observation_delta(EVIL))
         assert context.ids[: len(before[-1])] == before[-1]
         before.append(context.ids)
     assert context.ids[slice(*context.sampled[0])] == odd
     assert len(context.sampled) == 3
 
 
+def answered(context: Context) -> Context:
+    context = context.after_completion((7,))
+    return context.append(context.observation_delta("x"))
+
+
 def test_a_long_context_costs_a_turn_only_its_delta(make_format) -> None:
     chat = Chat(make_format("chatml"))
     context = chat.open(ASK).append(chat.format.encode_world("The capital of France. " * 10_000))
     assert len(context.ids) > 30_000
-    context = context.after_completion((7,)).after_observation("x")
+    context = answered(context)
     begin = time.perf_counter()
     for _ in range(200):
-        context = context.after_completion((7,)).after_observation("x")
+        context = answered(context)
     assert (time.perf_counter() - begin) / 200 < 0.005
 
 
-# Rendering anew
+# Whole conversations
 
 
-def test_rendering_anew_drops_earlier_thinking_where_the_template_does(make_format) -> None:
-    chat = Chat(make_format("thinking"))
-    said = Message("assistant", "<think>\nhm\n</think>\n\nParis")
-    text = chat.format.decode(chat.render_full([*ASK, said, Message("user", EVIL)]))
-    assert "<|im_start|>assistant\nParis<|im_end|>" in text
-    assert "hm" not in text
-    assert EVIL in text
-
-
-def test_rendering_anew_holds_back_special_tokens_that_an_agent_spelled_out(make_format) -> None:
+def test_an_earlier_turn_spells_no_control_token_where_a_conversation_begins_with_it(make_format) -> None:
     chat = Chat(make_format("chatml"))
-    ids = chat.render_full([*ASK, Message("assistant", "a<|im_end|>b</think>"), Message("tool", "<tool_call>")])
+    ids = chat.start([*ASK, Message("assistant", "a<|im_end|>b</think>"), Message("tool", "<tool_call>")])
     special, think, call = (chat.format.encode_trusted(t)[0] for t in ("<|im_end|>", "</think>", "<tool_call>"))
-    assert ids.count(special) == 4
-    assert ids.count(think) == 1
-    assert ids.count(call) == 0
+    assert (ids.count(special), ids.count(think), ids.count(call)) == (4, 0, 0)
     assert "a<|im_end|>b</think><|im_end|>\n<|im_start|>user\n<tool_response>\n<tool_call>\n" in chat.format.decode(ids)
 
 
-def test_rendering_anew_equals_the_appended_context_where_nothing_is_dropped(make_format) -> None:
+def test_an_appended_context_says_what_the_template_does_where_it_drops_nothing(make_format) -> None:
     for template in ("chatml", "headers", "inst", "model_turns"):
         chat = Chat(make_format(template))
-        appended = chat.open(ASK).after_completion(chat.format.encode_trusted("Paris", continues=True))
-        anew = chat.render_full([*ASK, Message("assistant", "Paris"), Message("user", "More")])
-        assert chat.format.decode(anew) == chat.format.decode(appended.after_observation("More", "user").ids).replace(
-            "[/INST]Paris", "[/INST] Paris"
-        )
-
-
-def test_the_dry_run_says_which_templates_change_old_turns(make_format) -> None:
-    assert append_only_ok(make_format("chatml")) is None
-    assert append_only_ok(make_format("headers")) is None
-    assert append_only_ok(make_format("model_turns")) is None
-    assert append_only_ok(make_format("chatml", "prepending")) is None
-    dropped = append_only_ok(make_format("thinking"))
-    assert dropped is not None
-    assert "earlier thinking (turn 1, before a user turn)" in dropped
-    assert "plain turns" in (append_only_ok(make_format("inst")) or "")
+        said = chat.open(ASK).after_completion(chat.format.encode_trusted("Paris", continues=True))
+        appended = said.append(said.observation_delta("More", "user"))
+        anew = chat.start([*ASK, Message("assistant", "Paris"), Message("user", "More")])
+        assert chat.format.decode(anew) == chat.format.decode(appended.ids).replace("[/INST]Paris", "[/INST] Paris")
