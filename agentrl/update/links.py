@@ -12,7 +12,7 @@ Shapes: ... any leading dimensions, D the link's dimension (I in, O out).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -148,55 +148,6 @@ def mean_token_norm(embeddings: nn.Module, chunk: int = 8192) -> float:
         ids = torch.arange(start, min(start + chunk, weight.shape[0]), device=weight.device)
         total += float(embeddings(ids).float().norm(dim=-1).sum())
     return total / weight.shape[0]
-
-
-# Counts
-
-
-@dataclass(frozen=True, slots=True)
-class LinkCounts:
-    """Trained parameters per module: inner links by agent, outer links by (from, to)."""
-
-    inner: Mapping[str, int]
-    outer: Mapping[tuple[str, str], int]
-
-    @property
-    def inner_total(self) -> int:
-        return sum(self.inner.values())
-
-    @property
-    def outer_total(self) -> int:
-        return sum(self.outer.values())
-
-    @property
-    def total(self) -> int:
-        return self.inner_total + self.outer_total
-
-
-def inner_parameters(dim: int, form: Form = "ln_res") -> int:
-    """Exact count, nothing allocated. `ln_res`: 2 d^2 + 6 d."""
-    with torch.device("meta"):
-        return _size(InnerLink(dim, form))
-
-
-def outer_parameters(dim_in: int, dim_out: int, form: Form = "ln_res") -> int:
-    """Exact count, nothing allocated. `ln_res`: 3 in out + 2 out^2 + 2 in + 6 out."""
-    with torch.device("meta"):
-        return _size(OuterLink(dim_in, dim_out, form))
-
-
-def count_links(
-    dims: Mapping[str, int], edges: Sequence[tuple[str, str]], inner_form: Form = "ln_res", outer_form: Form = "ln_res"
-) -> LinkCounts:
-    """The counts of a system: one inner link per agent (name -> hidden size), one outer link per directed edge."""
-    return LinkCounts(
-        inner={name: inner_parameters(dim, inner_form) for name, dim in dims.items()},
-        outer={(a, b): outer_parameters(dims[a], dims[b], outer_form) for a, b in edges},
-    )
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from agentrl.recipes.recursivemas.links import new_links, save_links
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.recipes.registry import load_recipe
 from agentrl.update.link_header import read_metadata
-from agentrl.update.links import inner_parameters, outer_parameters
+from agentrl.update.links import InnerLink, OuterLink
 
 TINY = ("model.name=tiny-llama", "model.dtype=float32", "engine.deterministic=true", "launch.threads=1")
 
@@ -114,7 +114,8 @@ def test_shipped_links_are_small_trained_and_say_how_they_were_made():
 def test_t4_the_embedded_ring_has_three_links_of_each_kind_and_6991488_parameters():
     config = load_recipe(DEFAULT_RECIPE).tree.recursivemas
     names = {*map(inner_name, config.graph.agents), *map(outer_name, config.graph.edges)}
-    forms = [inner_parameters(576, config.inner_form)] * 3 + [outer_parameters(576, 576, config.outer_form)] * 3
-    assert (len(names), sum(forms)) == (6, 6_991_488)
+    links = [InnerLink(576, config.inner_form), OuterLink(576, 576, config.outer_form)]
+    sizes = [sum(parameter.numel() for parameter in link.parameters()) for link in links]
+    assert (len(names), 3 * sum(sizes)) == (6, 6_991_488)
     folder = shipped_links().get(config.links)
     assert folder is None or {file_in(folder, name) for name in names} == set(folder.glob("*.safetensors"))
