@@ -63,10 +63,6 @@ class MathGrader:
             return Score(0.0, "no answer")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.grade, answer, task.references)
 
-    def grade_all(self, pairs: Sequence[tuple[str, Sequence[str]]]) -> list[Score]:
-        """One score per (answer, references), in order, whatever happens to any of them."""
-        return [self.grade(answer, references) for answer, references in pairs]
-
     def grade(self, answer: str, references: Sequence[str]) -> Score:
         """Grade one answer. Raises `MissingError` when the process does not start."""
         usable = [r for r in references if r.strip()]

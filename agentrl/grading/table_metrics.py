@@ -6,7 +6,6 @@ Shapes: C columns, N rows.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -98,11 +97,6 @@ def trivial_error(truth: Sequence[float]) -> tuple[float, float]:
     spread = float(values_N.max() - values_N.min())
     rmse = float(values_N.std())
     return rmse, rmse / spread if spread else 0.0
-
-
-def majority_accuracy(truth: Sequence[str | float]) -> float:
-    """Accuracy of the predictor that always says the most frequent label."""
-    return max(Counter(truth).values()) / len(truth)
 
 
 @dataclass(frozen=True, slots=True)

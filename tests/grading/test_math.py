@@ -104,7 +104,17 @@ def test_field75_every_answer_has_one_score_in_its_place(grader: MathGrader) -> 
         ("\x00\ud800", ["6"]),
         ("6", ["6"]),
     ]
-    assert [s.value for s in grader.grade_all(pairs)] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert [grader.grade(answer, references).value for answer, references in pairs] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+        0.0,
+        1.0,
+    ]
 
 
 def test_an_answer_that_hangs_the_grader_is_cut_off_and_missing_and_the_next_is_graded() -> None:

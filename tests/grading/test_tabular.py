@@ -15,7 +15,6 @@ from agentrl.grading.table_metrics import (
     auc,
     fair_mean,
     label_metrics,
-    majority_accuracy,
     trivial_error,
 )
 from agentrl.grading.table_report import table_report
@@ -191,7 +190,6 @@ def test_m30_the_fallback_of_an_error_is_that_of_the_mean() -> None:
     rmse, share = trivial_error([0.0, 10.0])
     assert (rmse, share) == (5.0, 0.5)
     assert trivial_error([3.0, 3.0]) == (0.0, 0.0)
-    assert majority_accuracy(["a", "a", "b"]) == pytest.approx(2 / 3)
 
 
 def test_m28_trials_are_reported_with_a_standard_error_over_problems() -> None:

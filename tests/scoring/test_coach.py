@@ -16,7 +16,7 @@ from agentrl.config.schema import CoachConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import Coach, CoachView
 from agentrl.scoring.coach import (
-    TEMPLATE,
+    VARIABLES,
     ConstantCoach,
     LLMCoach,
     RandomCoach,
@@ -91,7 +91,7 @@ def test_m02_the_coach_sees_role_input_action_tool_result_and_ground_truth() -> 
 @pytest.mark.parametrize("name", ["task", "agent", "role", "observed", "action", "feedback", "ledger", "ground_truth"])
 def test_m02_a_template_without_one_of_the_variables_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _coach("http://127.0.0.1:9/v1", template=TEMPLATE.replace(f"{{{{{name}}}}}", ""))
+        _coach("http://127.0.0.1:9/v1", template=" ".join(f"{{{{{other}}}}}" for other in VARIABLES if other != name))
     assert error.value.cause == f"coach.template: the variable {{{{{name}}}}} is missing"
     assert "{{observed}}" in error.value.fix
 
