@@ -57,7 +57,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "recursivemas": Method(
             "recursivemas",
-            "agentrl.recipes.recursivemas.config:RecursiveRecipe",
+            "agentrl.recipes.recursivemas.recipe:RecursiveRecipe",
             MappingProxyType(
                 {
                     "train": "agentrl.recipes.recursivemas.train:train",

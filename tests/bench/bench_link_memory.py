@@ -31,8 +31,8 @@ TEXT = "seven apples lie under the old bridge while nine boats wait for the rive
 
 def added_memory(case: str, batch: int, steps: int, rounds: int) -> dict[str, float]:
     """One optimiser step of one case: MiB added at the peak, trained parameters, seconds."""
-    from agentrl.recipes.recursivemas.config import RecursiveRecipe
     from agentrl.recipes.recursivemas.losses import outer_loss
+    from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
     from agentrl.recipes.recursivemas.setup import load_system
     from agentrl.types import Task
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from agentrl.recipes.recursivemas.comparison import Measured, compare, reductions
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import open_decoder
 from agentrl.recipes.recursivemas.evaluate import Setting, answer_row, batches_of, held_out_tasks, warm_up
 from agentrl.recipes.recursivemas.held_out import grade
 from agentrl.recipes.recursivemas.infer import Answered, trajectories
 from agentrl.recipes.recursivemas.link_folders import refuse_untrained
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.text_team import TextTeam
 from agentrl.recipes.registry import Silence, load_recipe

@@ -16,8 +16,8 @@ from agentrl.grading.interval import eval_block, paired_rise
 from agentrl.grading.lenient import has_leniency, lenient_score
 from agentrl.grading.qa import f1
 from agentrl.grading.trials import trials_block
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.infer import Answered
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.types import ScoredTrajectory
 
 RING = "ring"

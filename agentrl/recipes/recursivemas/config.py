@@ -1,44 +1,25 @@
-"""What a RecursiveMAS recipe may set. A style fills graph, roles and models; a recipe may change or replace them.
+"""The method's own section, `recursivemas`. A style fills graph, roles and models; a recipe may change or replace them.
 
 Source: "Recursive Multi-Agent Systems", arXiv 2604.25917; where text and released code differ, the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.schema import (
-    AgentConfig,
-    AlgorithmConfig,
-    BaseRecipe,
-    Beta,
-    EngineConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    Section,
-)
+from agentrl.config.schema import Section
 from agentrl.recipes.recursivemas.graph import Edge, Graph
 from agentrl.recipes.recursivemas.prompts import slots_in
 from agentrl.recipes.recursivemas.styles import INSTRUCTIONS, STYLES, SYSTEM
+from agentrl.recipes.recursivemas.train_config import TrainConfig
 
 StyleName = Literal["sequential_light", "sequential_scaled", "mixture", "distillation", "deliberation", "custom"]
 LinkForm = Literal["ln_res", "ln", "paper", "two_layer_res", "two_layer", "one_layer_res", "one_layer"]
-OuterForm = Literal["rollout", "first_step", "teacher_forced"]
-Start = Literal["random", "matched", "aligned"]
-Stage = Literal["inner", "outer"]
 Control = Literal["single", "text", "none", "zero", "shuffled"]
 NORMED_FORMS = ("ln_res", "ln")
 CONTROLS: tuple[Control, ...] = ("single", "text", "none", "zero", "shuffled")
-LOOP_TOOLS = ("python", "search")
-GRADERS: Mapping[str, str] = MappingProxyType(
-    {"boxed": "math", "choice": "choice", "code": "code", "short": "exact_match"}
-)
 
 
 class EdgeConfig(Section):
@@ -65,81 +46,6 @@ class OfficialLinks(Section):
     outer: str = Field(..., description="the folder with outerlink_config.json")
     inner: dict[str, str] = Field(..., description="agent -> the folder with its adapter files")
     task: Literal["math", "code"] = "math"
-
-
-class TrainConfig(Section):
-    """How links are trained: inner ones by cosine regression on text, outer ones by the answer after all rounds."""
-
-    stage: Literal["inner", "outer", "both"] = Field("outer", description="both: inner links first, in one run")
-    inner_steps: int | None = Field(None, ge=1, description="both: how many of run.steps train the inner links")
-    form: OuterForm = Field(
-        "rollout",
-        description="outer: gradient through all latent steps, through each rollout's first, or the released code's "
-        "states at known texts",
-    )
-    inner_too: bool = Field(False, description="outer: the inner links take the answer's gradient as well")
-    start: Start = Field(
-        "random",
-        description="new links: all weights random, as released; matched: outputs begin with the mean length of token "
-        "embeddings; aligned: outer links also begin by passing a token's embedding on (ridge regression)",
-    )
-    batch: int = Field(4, ge=1, description="questions per optimiser step")
-    micro_batch: int | None = Field(
-        None, ge=1, description="questions that go through the models together; gradients add up to the batch's"
-    )
-    checkpointed: bool = Field(
-        True, description="outer: compute each forward again in the backward pass: less memory, a third more time"
-    )
-    round_weights: tuple[float, ...] | None = Field(
-        None, description="outer: weight of the answer's loss from each round's prompt; none: the last round alone"
-    )
-    one_round_steps: int = Field(
-        0, ge=0, description="outer: so many first steps unroll one round only, which is cheap; feedback links wait"
-    )
-    mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
-    inner_slots: Literal["empty", "text"] = Field(
-        "empty", description="inner: what stands in a prompt's slots: nothing, or the sender's known text"
-    )
-    targets: dict[str, str] | None = Field(
-        None, description="agent -> the column with its known text, or answer; none: the style's columns where there"
-    )
-    template: str = Field("{answer}", description="the text that the decoder learns to write, around the answer")
-    max_text_tokens: int = Field(2048, ge=1, description="a longer known text is cut")
-    leak_probe: bool = Field(False, description="train on answers drawn at random, which only a leak can tell")
-
-    @model_validator(mode="after")
-    def _no_silent_options(self) -> TrainConfig:
-        if (self.inner_steps is None) == (self.stage == "both"):
-            what = "is needed" if self.stage == "both" else "has no effect"
-            raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
-        if self.stage == "inner":
-            silent = ("form", "inner_too", "checkpointed", "round_weights", "one_round_steps", "leak_probe")
-        else:
-            silent = ("mse_weight", "inner_slots") if self.stage == "outer" else ()
-        for key in silent:
-            if self.turned(key):
-                raise ValueError(f"{key}: has no effect with stage: {self.stage}")
-        if self.targets is not None and self.stage == "outer" and self.form != "teacher_forced":
-            raise ValueError(f"targets: has no effect with form: {self.form}, which reads no known text")
-        if self.form == "teacher_forced" and self.micro_batch not in (None, 1):
-            raise ValueError("micro_batch: teacher_forced takes one question at a time; leave it out")
-        if self.template.count("{answer}") != 1:
-            raise ValueError("template: it must hold {answer} once")
-        if self.one_round_steps and self.round_weights is not None:
-            raise ValueError("one_round_steps: a single round has no weights; leave out round_weights")
-        if self.round_weights is not None and not any(self.round_weights):
-            raise ValueError("round_weights: all are 0, so nothing would be trained")
-        return self
-
-    def stage_of(self, step: int) -> Stage:
-        """What step `step` (from 1) trains."""
-        if self.stage == "both":
-            return "inner" if step <= (self.inner_steps or 0) else "outer"
-        return self.stage
-
-    def rounds_of(self, step: int, rounds: int) -> int:
-        """How many rounds an outer step unrolls."""
-        return 1 if step - (self.inner_steps or 0) <= self.one_round_steps else rounds
 
 
 class TextTeamConfig(Section):
@@ -319,158 +225,3 @@ class RecursiveConfig(Section):
     @property
     def instruction(self) -> str:
         return INSTRUCTIONS[self.answer]
-
-
-def _sampling() -> SamplingConfig:
-    """The paper's decoding: temperature 0.6, top-p 0.95, 2000 new tokens (MATH500)."""
-    return SamplingConfig(temperature=0.6, top_p=0.95, max_tokens=2000)
-
-
-class LinkOptimConfig(OptimConfig):
-    """The published run's: AdamW, cosine to 0 after ten steps of warm-up, no decay."""
-
-    lr: float = Field(5e-4, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(10, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    part_stats_every: int = Field(1, ge=0, description="gradient norm per recursion round every N steps; 0 is off")
-
-    @model_validator(mode="after")
-    def _no_rows(self) -> LinkOptimConfig:
-        for key in ("max_tokens_per_row", "logprob_chunk", "gradient_checkpointing", "share_prefix"):
-            if self.turned(key):
-                raise ValueError(
-                    f"{key}: has no effect; links are trained on whole questions, checkpointed per rollout"
-                )
-        return self
-
-
-class LinkRunConfig(RunConfig):
-    """A recipe that only answers questions trains no step."""
-
-    steps: int = Field(0, ge=0)
-    seed: int = 42
-
-
-class RecursiveRecipe(BaseRecipe):
-    """A RecursiveMAS recipe. Models are frozen; agents that name one policy share one loaded model."""
-
-    group_relative: ClassVar[bool] = False
-    trains_models: ClassVar[bool] = False
-    text_budgets: ClassVar[bool] = False
-
-    method: Literal["recursivemas"]
-    engine: EngineConfig = EngineConfig(kind="hf")
-    optim: LinkOptimConfig = LinkOptimConfig()
-    run: LinkRunConfig = LinkRunConfig()
-    reward: str | None = Field(
-        None, description="grader of answers, by name or module:function; none: the one for recursivemas.answer"
-    )
-    recursivemas: RecursiveConfig = RecursiveConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_agents(cls, data: Any) -> Any:
-        """Agents and models that the recipe leaves out come from the style."""
-        if not isinstance(data, dict):
-            return data
-        own = data.get("recursivemas") or {}
-        own = own if isinstance(own, dict) else own.model_dump()
-        style, roles = own.get("style", "sequential_light"), own.get("roles") or {}
-        known = STYLES[style].roles if style in STYLES else {}
-        names = list(known) or list(roles)
-        agents = dict(data.get("agents") or {})
-        policies = dict(data.get("policies") or {})
-        if not data.get("model") and not policies:
-            policies = {n: {"name": known[n].model, "mode": "frozen"} for n in names if n in known}
-        for name in names:
-            agent = agents.get(name, {})
-            if isinstance(agent, dict):
-                given = agent.get("sampling")
-                whole = {"policy": "policy" if data.get("model") else name, **agent}
-                if given is None or isinstance(given, dict):
-                    whole["sampling"] = _sampling().model_dump() | (given or {})
-                agents[name] = whole
-        filled: dict[str, Any] = {**data, "agents": agents, **({} if data.get("model") else {"policies": policies})}
-        return _tuples(filled)
-
-    @model_validator(mode="after")
-    def _fits(self) -> RecursiveRecipe:
-        graph = self.recursivemas.graph
-        if set(self.agents) != set(graph.agents):
-            odd = sorted(set(self.agents) ^ set(graph.agents))[0]
-            raise ValueError(f"agents.{odd}: this graph has the agents {', '.join(graph.agents)}")
-        for name, model in self.policy_models.items():
-            if "mode" in model.model_fields_set and model.mode != "frozen":
-                raise ValueError(f"policies.{name}.mode: RecursiveMAS trains links only; models are frozen")
-        for key, default in (("algorithm", AlgorithmConfig()), ("rollout", RolloutConfig())):
-            if getattr(self, key) != default:
-                raise ValueError(f"{key}: has no effect; RecursiveMAS has no sampled groups and no advantages")
-        if "eval_temperature" in self.run.model_fields_set:
-            raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
-        if self.launch.ranks > 1:
-            raise ValueError("launch.ranks: has no effect; links are trained by the driver alone")
-        if self.run.save_prompt_ids:
-            raise ValueError("run.save_prompt_ids: prompts hold latents, which have no ids")
-        if self.recursivemas.decodes > 1 and self.decoder.sampling.temperature == 0:
-            raise ValueError("recursivemas.decodes: greedy answers are all the same; raise the decoder's temperature")
-        if self.engine.kind == "scripted":
-            raise ValueError("engine.kind: scripted engines have no hidden states; use hf")
-        self._check_tools()
-        return self
-
-    def _check_tools(self) -> None:
-        """Only the decoder calls tools, and every tool that is set up is one of them."""
-        graph, named = self.recursivemas.graph, self.decoder.tools
-        for name, agent in self.agents.items():
-            if agent.tools and name != graph.decoder:
-                raise ValueError(f"agents.{name}.tools: has no effect; only the decoder {graph.decoder} writes calls")
-        there = {key for key in type(self.tools).model_fields if getattr(self.tools, key)}
-        for key in sorted(there - set(LOOP_TOOLS)):
-            raise ValueError(f"tools.{key}: has no effect; the tools of an answer are {', '.join(LOOP_TOOLS)}")
-        for key in sorted(there - set(named)):
-            raise ValueError(f"tools.{key}: has no effect; add {key} to agents.{graph.decoder}.tools")
-        for key in named:
-            if key not in there:
-                raise ValueError(f"agents.{graph.decoder}.tools: {key!r} is not set up; add a section tools.{key}")
-        if not named and self.recursivemas.tool_loop != ToolLoopConfig():
-            raise ValueError(f"recursivemas.tool_loop: has no effect; name tools in agents.{graph.decoder}.tools")
-
-    def findings(self) -> list[tuple[str, str, str]]:
-        """Links of other models, prompts that no window holds, and graders that are not there."""
-        from agentrl.recipes.recursivemas.findings import findings
-
-        return list(findings(self))
-
-    @classmethod
-    def smoke(cls) -> dict[str, Any]:
-        """As `smoke_of` for a recipe that sets nothing."""
-        return cls.smoke_of({})
-
-    @classmethod
-    def smoke_of(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same graph and prompts on the embedded model and data, with new links, two steps long."""
-        from agentrl.recipes.recursivemas.smoke import smoke_overrides
-
-        return smoke_overrides(values)
-
-    @property
-    def questions_per_step(self) -> tuple[str, int]:
-        return "recursivemas.train.batch", self.recursivemas.train.batch if self.run.steps else 0
-
-    @property
-    def grader(self) -> str:
-        """The name of the reward: the recipe's, or the one that reads the form of answer that was asked for."""
-        return self.reward or GRADERS[self.recursivemas.answer]
-
-    @property
-    def decoder(self) -> AgentConfig:
-        return self.agents[self.recursivemas.graph.decoder]
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples all the way down: past a before-validator, strict validation sees Python values, not JSON."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

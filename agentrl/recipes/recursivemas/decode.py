@@ -15,7 +15,7 @@ from typing import Literal
 
 from agentrl.config.schema import EngineConfig, SamplingConfig
 from agentrl.protocols import Tool
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.tool_loop import Said, ToolLoop
 from agentrl.recipes.recursivemas.vllm_decode import VLLMDecode

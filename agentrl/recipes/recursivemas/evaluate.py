@@ -23,7 +23,6 @@ from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.quiet import quiet_libraries
 from agentrl.recipes.records import untrained_records
 from agentrl.recipes.recursivemas.comparison import NOT_REPRODUCED, RING, Measured, compare, reductions
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.controls import Crossed, crossed_batches, shuffled, single_prompts, zeroed
 from agentrl.recipes.recursivemas.decode import Decoder, open_decoder
 from agentrl.recipes.recursivemas.held_out import grade
@@ -36,6 +35,7 @@ from agentrl.recipes.recursivemas.infer import (
     trajectories,
 )
 from agentrl.recipes.recursivemas.link_folders import refuse_untrained
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import sender
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.text_team import TextTeam

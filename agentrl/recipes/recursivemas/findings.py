@@ -15,7 +15,6 @@ from agentrl.chat.format import ChatFormat
 from agentrl.errors import AgentRLError, MissingError
 from agentrl.models import find
 from agentrl.preflight.check import missing_callable
-from agentrl.recipes.recursivemas.config import GRADERS, RecursiveRecipe
 from agentrl.recipes.recursivemas.link_folders import (
     file_in,
     inner_name,
@@ -25,6 +24,7 @@ from agentrl.recipes.recursivemas.link_folders import (
     used_names,
 )
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
+from agentrl.recipes.recursivemas.recipe import GRADERS, RecursiveRecipe
 from agentrl.types import Task
 from agentrl.update.link_header import read_metadata
 

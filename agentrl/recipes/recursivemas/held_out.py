@@ -11,11 +11,11 @@ import torch
 from agentrl.grading.interval import paired_rise
 from agentrl.protocols import Reward
 from agentrl.recipes.records import untrained_records
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.infer import Answered, answer_tasks, trajectories
 from agentrl.recipes.recursivemas.losses import inner_loss, outer_loss
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import System
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.texts import Ids, Texts, known_text

@@ -18,9 +18,9 @@ from agentrl.launch.devices import detect, plan
 from agentrl.recipes.interrupt import interruptible
 from agentrl.recipes.quiet import quiet_libraries
 from agentrl.recipes.records import untrained_records
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, answer_of, open_decoder
 from agentrl.recipes.recursivemas.link_folders import refuse_untrained
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import Recursion, Send, Stage, run_rounds, sender, thinker, too_long
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.text_team import TextStage

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from agentrl.config.shipped import shipped_links
 from agentrl.errors import ConfigError, MissingError
-from agentrl.recipes.recursivemas.config import RecursiveConfig, RecursiveRecipe
+from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.run import latest_checkpoint
 from agentrl.update.link_header import read_metadata
 

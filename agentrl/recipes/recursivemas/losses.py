@@ -23,13 +23,13 @@ from torch.func import functional_call
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.recipes.recursivemas.recursion import Agent, Send, Stage, System, Think, run_rounds
+from agentrl.recipes.recursivemas.train_config import OuterForm
 from agentrl.rollout.latent import Rollout, latent_rollout, latent_rollout_with_grad
 from agentrl.rollout.latent_answer import text_logprobs, text_loss, text_states
 from agentrl.rollout.latent_backbone import Backbone
 from agentrl.rollout.latent_lead import LeadMemory
 from agentrl.types import Embeddings, Prompt, Task
 
-OuterForm = Literal["rollout", "first_step", "teacher_forced"]
 Ids = Sequence[int]
 ROOM = 1 << 30  # bytes of states that a run keeps, at most
 MAX_BLOCK = 80  # teacher-forced states that are sent on, at most (the released `max_latent_tokens`)

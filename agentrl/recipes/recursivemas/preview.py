@@ -11,8 +11,8 @@ from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
 from agentrl.data import load_tasks
 from agentrl.recipes.previews import refuse_absent_models
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.registry import Preview, VerbOptions
 from agentrl.recipes.session import model_folder
 from agentrl.types import MaskReason, Task

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.link_folders import link_name
 from agentrl.recipes.recursivemas.links import Links, open_links
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import Agent, System
 from agentrl.recipes.session import model_folder
 from agentrl.rollout.engine import load_hf_policy

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from agentrl.recipes.recursivemas.config import Start
 from agentrl.recipes.recursivemas.link_folders import inner_name, outer_name
 from agentrl.recipes.recursivemas.links import Links
 from agentrl.recipes.recursivemas.recursion import Agent, System
+from agentrl.recipes.recursivemas.train_config import Start
 from agentrl.update.links import mean_token_norm
 
 _RIDGE = 1e-3  # of the mean squared length of the sender's embeddings

@@ -1,44 +1,55 @@
 """`agentrl recursivemas sweep`: train and evaluate for each seed and each number of latent steps, in one table.
 
 The proof that links carry information (one recipe, several seeds, controls beside it), and how much they carry
-(accuracy by a column of the data against m). Each pair is an ordinary training run and an ordinary evaluation, whose
-folders lie beside the sweep's. m = 0 trains nothing: its slots are empty.
+(accuracy by a column of the data against m). Each pair is a cell: an ordinary training run and an ordinary evaluation,
+whose folders lie in the sweep's, and one line of its `rows.jsonl` once both are done. `--resume` goes on with the cells
+that have no line, and with the training of one that broke off. m = 0 trains nothing: its slots are empty.
 """
 
 from __future__ import annotations
 
-import time
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import dump_yaml
 from agentrl.errors import DataError
+from agentrl.files import append, encode, read_lines
 from agentrl.grading.interval import eval_block
 from agentrl.recipes.recursivemas.comparison import RING
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.config import SweepConfig
 from agentrl.recipes.recursivemas.evaluate import evaluate, held_out_tasks
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.train import train
 from agentrl.recipes.registry import VerbOptions
+from agentrl.recipes.resuming import approve
 from agentrl.run import Run
 from agentrl.types import Task
+
+ROWS = "rows.jsonl"
+_FREE = ("recursivemas.sweep.latent_steps", "recursivemas.sweep.seeds")  # more cells, or fewer
+_BOUND = ("run.steps", "engine.", "optim.")  # a cell that is done would not be trained on
 
 
 def sweep(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
     """Returns `rows` (one per m and seed: accuracy, controls, seconds) and writes `table.md`, `plot.png` and the
-    summary. Raises as training and evaluation do, and `DataError` for a column that a held-out row lacks."""
+    summary. Raises as training and evaluation do, `DataError` for a column that a held-out row lacks, and on resume
+    `ConfigError` for a config that would make the rows of before and after it incomparable."""
     own = recipe.recursivemas.sweep
-    tasks = held_out_tasks(recipe)
-    column = column_of(own.by, tasks)
+    column = column_of(own.by, held_out_tasks(recipe))
     with Run.create(
-        recipe.run.dir, recipe.run.name, dump_yaml(recipe), seed=recipe.run.seed, stem="recursivemas-sweep"
+        recipe.run.dir,
+        recipe.run.name,
+        dump_yaml(recipe),
+        options.resume,
+        recipe.run.seed,
+        stem="recursivemas-sweep",
+        approve=approve(recipe, options.progress, free=_FREE, bound=_BOUND),
     ) as run:
-        rows = []
-        for steps in own.latent_steps or (recipe.recursivemas.latent_steps,):
-            for seed in own.seeds or (recipe.run.seed,):
-                options.progress.note(f"m = {steps}, seed {seed}")
-                rows.append(one(recipe, options, run.path, steps, seed, column))
+        rows = rows_of(recipe, options, run, column)
         result = {
             "method": "recursivemas",
             "rounds": recipe.recursivemas.rounds,
@@ -51,6 +62,28 @@ def sweep(recipe: RecursiveRecipe, options: VerbOptions) -> dict[str, Any]:
             run.write_file("plot.png", plot(rows, own.by))
         run.write_summary(result)
     return {"run": str(run.path), "table": "\n" + table(rows).rstrip(), **result}
+
+
+def rows_of(
+    recipe: RecursiveRecipe, options: VerbOptions, run: Run, column: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
+    """A row per cell in the recipe's order; those that `rows.jsonl` holds already are taken from there."""
+    path, found = run.path / ROWS, {}
+    for row in read_lines(path):
+        found[row["latent_steps"], row["seed"]] = row
+    if path.exists():  # without the line that a kill may have torn
+        run.write_file(ROWS, b"".join(encode(row) + b"\n" for row in found.values()))
+    own = recipe.recursivemas.sweep
+    steps = own.latent_steps or (recipe.recursivemas.latent_steps,)
+    cells = list(dict.fromkeys((m, seed) for m in steps for seed in own.seeds or (recipe.run.seed,)))
+    for m, seed in cells:
+        if (m, seed) in found:
+            options.progress.note(f"m = {m}, seed {seed}: done before")
+            continue
+        options.progress.note(f"m = {m}, seed {seed}")
+        found[m, seed] = one(recipe, options, run.path, m, seed, column)
+        append(path, encode(found[m, seed]) + b"\n", durable=True)
+    return [found[cell] for cell in cells]
 
 
 def column_of(by: str | None, tasks: Sequence[Task]) -> dict[str, str] | None:
@@ -70,13 +103,12 @@ def column_of(by: str | None, tasks: Sequence[Task]) -> dict[str, str] | None:
 def one(
     recipe: RecursiveRecipe, options: VerbOptions, folder: Path, steps: int, seed: int, column: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """Train with `steps` and `seed`, then evaluate. The two runs lie in the sweep's folder."""
+    """Train with `steps` and `seed`, then evaluate. The two runs lie in the sweep's folder; a training that broke off
+    goes on from its last checkpoint, an evaluation that did begins again."""
     name = f"m{steps}-seed{seed}"
-    base = _with(recipe, folder, name, seed, latent_steps=steps)
-    links, begin = None, time.perf_counter()
-    if steps:
-        links = train(base, options)["run"]
-    trained = time.perf_counter()
+    base = _with(recipe, folder, name, seed, latent_steps=steps, sweep=SweepConfig())
+    links = train(base, replace(options, resume=(folder / name).exists()))["run"] if steps else None
+    shutil.rmtree(folder / f"{name}-eval", ignore_errors=True)
     asked = _with(
         base,
         folder,
@@ -86,18 +118,23 @@ def one(
         allow_untrained=links is None or recipe.recursivemas.allow_untrained,
     )
     found = evaluate(asked, options)
-    done = time.perf_counter()
     controls = {kind: _brief(block["strict"]) for kind, block in found["controls"].items() if kind != RING}
     row: dict[str, Any] = {
         "latent_steps": steps,
         "seed": seed,
         "eval": _brief(found["eval"]),
         "controls": controls,
-        "seconds": {"training": round(trained - begin, 1), "evaluation": round(done - trained, 1)},
+        "seconds": {"training": training_seconds(links), "evaluation": round(found["seconds"]["total"], 1)},
     }
     if column is not None:
         row["by"] = by_column(found["eval"], column)
     return row
+
+
+def training_seconds(run: str | None) -> float:
+    """The wall seconds of all steps of a run, in as many attempts as they took; loading left out."""
+    lines = [] if run is None else read_lines(Path(run) / "metrics.jsonl")
+    return round(sum(line["time/total"] for line in lines), 1)
 
 
 def by_column(block: Mapping[str, Any], column: Mapping[str, str]) -> dict[str, dict[str, Any]]:

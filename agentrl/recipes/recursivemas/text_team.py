@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import sampling_of
 from agentrl.recipes.recursivemas.graph import Edge
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.rollout.hf import uniforms
 from agentrl.rollout.hf_generate import HFPolicy, Row, generate_batch

@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 from agentrl.chat.format import ChatFormat
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.config import RecursiveConfig, RecursiveRecipe
+from agentrl.recipes.recursivemas.config import RecursiveConfig
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import System
 from agentrl.types import Task
 

@@ -18,7 +18,6 @@ from agentrl.launch.devices import detect, plan
 from agentrl.recipes.interrupt import Interrupt, interruptible
 from agentrl.recipes.loop import evaluates, mean, run_steps
 from agentrl.recipes.quiet import quiet_libraries
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import Decoder, open_decoder
 from agentrl.recipes.recursivemas.evaluate import benchmark_of, held_out_tasks
 from agentrl.recipes.recursivemas.held_out import (
@@ -28,6 +27,7 @@ from agentrl.recipes.recursivemas.held_out import (
 )
 from agentrl.recipes.recursivemas.link_folders import links_folder
 from agentrl.recipes.recursivemas.losses import Reuse, RoundGradients, inner_loss, outer_loss
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.texts import (
     held_out_sources,

@@ -19,15 +19,16 @@ from agentrl.errors import ConfigError, RunFailedError
 from agentrl.launch.devices import Plan
 from agentrl.protocols import Reward
 from agentrl.recipes.loop import checkpoint, evaluated, newest_checkpoint
-from agentrl.recipes.recursivemas.config import RecursiveRecipe, Stage
 from agentrl.recipes.recursivemas.decode import Decoder
 from agentrl.recipes.recursivemas.held_out import HeldOut
 from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer_name
 from agentrl.recipes.recursivemas.links import Links, save_links
 from agentrl.recipes.recursivemas.losses import Reuse
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded
 from agentrl.recipes.recursivemas.starts import start_links
 from agentrl.recipes.recursivemas.texts import Texts
+from agentrl.recipes.recursivemas.train_config import Stage
 from agentrl.recipes.registry import VerbOptions
 from agentrl.run import Run
 from agentrl.types import Task

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.session import model_folder
 from agentrl.rollout.latent_backbone import Backbone
 from agentrl.rollout.vllm import VLLMEngine

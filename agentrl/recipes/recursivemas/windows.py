@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.losses import MAX_BLOCK
 from agentrl.recipes.recursivemas.prompts import ids_around_slots, task_fields_in, user_parts
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.recursion import System
 from agentrl.recipes.recursivemas.texts import Texts, known_text
 from agentrl.types import Task

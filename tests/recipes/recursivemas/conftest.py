@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import load_system
 
 MODELS = {

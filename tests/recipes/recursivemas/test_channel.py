@@ -10,9 +10,9 @@ import pytest
 from agentrl.config.load import load
 from agentrl.data import load_tasks, overlap
 from agentrl.data.channel import CODE_WORDS, code_words, notes, numbers
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.held_out import inner_prompts
 from agentrl.recipes.recursivemas.prompts import user_parts
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.recipes.recursivemas.texts import read_texts
 from agentrl.recipes.registry import schema_for

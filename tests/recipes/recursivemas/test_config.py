@@ -9,7 +9,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 
 
 def parse(**data):
@@ -95,5 +95,5 @@ def test_agents_models_and_engine_must_fit_the_method(data, words):
 
 
 def test_the_schema_imports_no_torch():
-    code = "import sys, agentrl.recipes.recursivemas.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, agentrl.recipes.recursivemas.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

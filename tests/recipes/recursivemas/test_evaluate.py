@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.recipes.recursivemas.comparison import Measured, compare, reductions, strict_items
-from agentrl.recipes.recursivemas.config import CONTROLS, RecursiveRecipe
+from agentrl.recipes.recursivemas.config import CONTROLS
 from agentrl.recipes.recursivemas.evaluate import evaluate, held_out_tasks
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.registry import Silence, VerbOptions, load_recipe
 from agentrl.types import Embeddings, Score, ScoredTrajectory, Task, Trajectory
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import answer_of, open_decoder
 from agentrl.recipes.recursivemas.infer import UNTRAINED, answer_batch, counts_of, infer, trajectories
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.registry import Silence, VerbOptions
 from agentrl.types import Task
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
-from agentrl.recipes.recursivemas.sweep import by_column, column_of, sweep, table
-from agentrl.recipes.registry import VerbOptions
+from agentrl.errors import ConfigError, DataError
+from agentrl.files import read_lines
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
+from agentrl.recipes.recursivemas.sweep import ROWS, by_column, column_of, sweep, table
+from agentrl.recipes.registry import Silence, VerbOptions
 from agentrl.types import Task
 
 
@@ -40,6 +43,7 @@ def recipe(tmp_path):
         },
         "recursivemas": own,
         "agents": {"b": {"sampling": {"temperature": 0.0, "max_tokens": 3}}},
+        "launch": {"gpus": 0, "threads": 1},
         "run": {"steps": 3, "dir": str(tmp_path / "runs"), "name": "swept"},
     }
     return RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
@@ -60,6 +64,74 @@ def test_a_sweep_trains_and_evaluates_every_pair(recipe, tmp_path):
     assert summary["latent_steps"] == 2
     assert summary["links"]["training"]["outer-a-b"]["seed"] == 3
     assert not (folder / "m0-seed3").exists()  # empty slots: nothing to train
+
+
+class Break(Silence):
+    """Ctrl-C, or a kill, when the sweep tells of `phase` or of a step's metrics after `note` was told."""
+
+    def __init__(self, note, phase=None, step=None):
+        self.note_wanted, self.phase_wanted, self.step_wanted, self.armed = note, phase, step, False
+
+    def note(self, text):
+        self.armed = self.armed or text == self.note_wanted
+
+    def phase(self, name, done=0, of=0):
+        if self.armed and name == self.phase_wanted:
+            raise KeyboardInterrupt
+
+    def log(self, step, metrics):
+        if self.armed and step == self.step_wanted:
+            raise KeyboardInterrupt
+
+
+def without_seconds(result):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in result["rows"]]
+
+
+def named(recipe, name, **run):
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name, "save_every": 1, **run})})
+
+
+def cells_in(folder):
+    return [(row["latent_steps"], row["seed"]) for row in read_lines(folder / ROWS)]
+
+
+def test_a_sweep_that_broke_off_ends_with_the_table_of_one_that_did_not(recipe, tmp_path):
+    whole = sweep(named(recipe, "whole"), VerbOptions())
+    recipe, folder = named(recipe, "broken"), tmp_path / "runs" / "broken"
+    with pytest.raises(KeyboardInterrupt):  # in an evaluation
+        sweep(recipe, VerbOptions(progress=Break("m = 0, seed 4", phase="zero")))
+    assert cells_in(folder) == [(0, 3)]
+    with pytest.raises(KeyboardInterrupt):  # in a training run, after step 2 of 3 and before its checkpoint
+        sweep(recipe, VerbOptions(resume=True, progress=Break("m = 2, seed 3", step=2)))
+    assert cells_in(folder) == [(0, 3), (0, 4)]
+    with (folder / ROWS).open("ab") as file:
+        file.write(b'{"latent_steps":2,"seed":3,"ev')  # a torn line is no row
+    done = sweep(recipe, VerbOptions(resume=True))
+    assert without_seconds(done) == without_seconds(whole)
+    assert cells_in(folder) == [(0, 3), (0, 4), (2, 3), (2, 4)]
+    table_of = {name: (tmp_path / "runs" / name / "table.md").read_text("utf-8") for name in ("whole", "broken")}
+    shares = {name: [line.rsplit("|", 2)[0] for line in text.splitlines()] for name, text in table_of.items()}
+    assert shares["whole"] == shares["broken"]
+    attempts = sorted(p.name for p in (folder / "m2-seed3" / "logs").glob("attempt_*.log"))
+    assert attempts == ["attempt_1.log", "attempt_2.log"]
+    assert "step 1 begins" not in (folder / "m2-seed3" / "logs" / "attempt_2.log").read_text("utf-8")
+    for links in ("checkpoints/latest/links/outer-a-b.safetensors", "checkpoints/latest/links/inner-a.safetensors"):
+        both = [load_file(tmp_path / "runs" / name / "m2-seed3" / links) for name in ("whole", "broken")]
+        assert all(torch.equal(tensor, both[1][key]) for key, tensor in both[0].items())
+
+
+def test_a_sweep_goes_on_with_more_seeds_and_refuses_rows_that_do_not_compare(recipe, tmp_path):
+    own = recipe.recursivemas.sweep.model_copy(update={"latent_steps": (0,), "seeds": (3,)})
+    fewer = recipe.recursivemas.model_copy(update={"sweep": own})
+    first = sweep(recipe.model_copy(update={"recursivemas": fewer}), VerbOptions())
+    more = fewer.model_copy(update={"sweep": own.model_copy(update={"seeds": (4, 3)})})
+    recipe = recipe.model_copy(update={"recursivemas": more})
+    with pytest.raises(ConfigError, match=r"run\.steps: the run was started with 3, now it is 4"):
+        sweep(named(recipe, "swept", save_every=0, steps=4), VerbOptions(resume=True))
+    done = sweep(recipe, VerbOptions(resume=True))
+    assert [row["seed"] for row in done["rows"]] == [4, 3]
+    assert done["rows"][1] == first["rows"][0]
 
 
 def test_one_round_steps_unroll_one_round(recipe, tmp_path):

@@ -13,9 +13,10 @@ from agentrl.chat.format import ChatFormat
 from agentrl.config.schema import PythonToolConfig
 from agentrl.models import prepare
 from agentrl.protocols import ToolItem, ToolResult
-from agentrl.recipes.recursivemas.config import RecursiveRecipe, ToolLoopConfig
+from agentrl.recipes.recursivemas.config import ToolLoopConfig
 from agentrl.recipes.recursivemas.decode import open_decoder
 from agentrl.recipes.recursivemas.infer import answer_batch, trajectories
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.recipes.recursivemas.tool_loop import ToolLoop, counts_of_calls
 from agentrl.rollout.tools.python import PythonTool

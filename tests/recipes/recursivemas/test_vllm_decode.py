@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from agentrl.recipes.recursivemas.config import RecursiveRecipe
 from agentrl.recipes.recursivemas.decode import open_decoder
 from agentrl.recipes.recursivemas.infer import answer_batch, trajectories
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.types import Task
 
