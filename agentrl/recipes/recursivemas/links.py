@@ -41,8 +41,8 @@ from agentrl.update.links import InnerLink, Link, OuterLink, mean_token_norm
 class Links:
     """Inner links by agent, outer links by edge, and what each is.
 
-    `training` says how each link was trained, by its name (`inner_name`, `outer_name`): None for random weights. `used`
-    are the names of those that the recipe's rounds go through.
+    `training` says how each link was trained last, and under `before` how until then, by its name (`inner_name`,
+    `outer_name`): None for random weights. `used` are the names of those that the recipe's rounds go through.
     """
 
     inner: Mapping[str, InnerLink]

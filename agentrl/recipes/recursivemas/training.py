@@ -37,6 +37,8 @@ from agentrl.update.link_header import read_metadata
 from agentrl.update.link_trainer import LinkTrainer
 from agentrl.update.links import checksum, mean_token_norm
 
+History = Mapping[str, Any] | None
+"""How a link was trained last, and under `before` by what stages and runs until then; None for random weights."""
 INNER_NOTES = {
     "empty": "prompts of round 1 with empty slots; texts by agent",
     "text": "prompts of round 1 with the senders' known texts in the slots; texts by agent",
@@ -46,7 +48,8 @@ INNER_NOTES = {
 @dataclass(slots=True)
 class LinkTraining:
     """Everything one training run holds while it runs. `texts` are those of both sets, by task; `started` names the
-    links that were new; `evals` and `losses` map a step to what it measured on the held-out set."""
+    links that were new; `earlier` says how links were trained before the stage that the run is in; `evals` and
+    `losses` map a step to what it measured on the held-out set."""
 
     recipe: RecursiveRecipe
     options: VerbOptions
@@ -67,6 +70,7 @@ class LinkTraining:
     stage: Stage | None = None
     updates: int = 0
     started: tuple[str, ...] = ()
+    earlier: Mapping[str, History] = field(default_factory=dict)
     evals: dict[int, dict[str, float | None]] = field(default_factory=dict)
     losses: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
@@ -80,6 +84,7 @@ class LinkTraining:
             links = {name: self.links.by_name[name] for name in names}
             self.trainer = LinkTrainer(links, self.recipe.optim, self._steps_of(stage))
             self.stage = stage
+            self.earlier = dict(self.links.training)
             # Frozen from here on: what their states depend on. They are rounded by who thought together, so the
             # deterministic mode computes them anew, lest a resumed run differ in the last bit.
             self.reuse = None if self.recipe.engine.deterministic else Reuse.begin()
@@ -106,6 +111,7 @@ class LinkTraining:
         _load_links(self, found.folder / "links")
         if state["stage"] == train.stage_of(found.step + 1) or found.step >= self.recipe.run.steps:
             self.trainer_of(found.step).load(found.folder / "trainer")
+            self.earlier = dict(state.get("earlier", {}))
         self.updates, self.started = state["updates"], tuple(state.get("started", ()))
         self.losses = {int(k): dict(v) for k, v in state["losses"].items()}
         self.options.progress.note(f"resumed after step {found.step}: links, optimiser, data order and evaluations")
@@ -118,6 +124,7 @@ class LinkTraining:
             "updates": self.updates,
             "stage": self.stage,
             "started": list(self.started),
+            "earlier": {name: None if how is None else dict(how) for name, how in self.earlier.items()},
             "backbones": dict(self.sums),
             "losses": {str(k): v for k, v in self.losses.items()},
         }
@@ -186,9 +193,17 @@ def mark_trained(t: LinkTraining, step: int) -> None:
     assert t.stage is not None
     assert t.trainer is not None
     how, start = _how(t.recipe, t.stage, step), t.recipe.recursivemas.train.start
-    t.links = t.links.after(t.trainer.moved, how)
-    if start != "random":
-        t.links = t.links.after(set(t.trainer.moved) & set(t.started), {**how, "start": start})
+    for name in t.trainer.moved:
+        before = history(t.earlier.get(name))
+        new = {"start": start} if start != "random" and name in t.started and not before else {}
+        t.links = t.links.after([name], {**how, **new, **({"before": before} if before else {})})
+
+
+def history(how: History) -> list[dict[str, Any]]:
+    """Every stage that trained a link, the first one first; none for random weights. Each is told as it ended."""
+    if how is None:
+        return []
+    return [*how.get("before", []), {key: value for key, value in how.items() if key != "before"}]
 
 
 def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:

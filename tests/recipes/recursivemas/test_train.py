@@ -11,13 +11,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from agentrl.config.shipped import shipped_links
 from agentrl.data import load_tasks
 from agentrl.recipes.recursivemas.evaluate import held_out_tasks
-from agentrl.recipes.recursivemas.link_folders import links_folder
+from agentrl.recipes.recursivemas.link_folders import file_in, links_folder
 from agentrl.recipes.recursivemas.texts import with_random_answers
 from agentrl.recipes.recursivemas.train import _tasks
+from agentrl.recipes.recursivemas.training import history
 from agentrl.recipes.registry import VerbOptions, load_recipe, verb
 from agentrl.types import Task
+from agentrl.update.link_files import LinkSpec, load_link
+from agentrl.update.link_header import read_metadata
 
 RING = """\
 method: recursivemas
@@ -185,12 +189,12 @@ def test_t20_parts_of_a_batch_add_up_to_the_batch(ring):
         moved.append((step, load_file(ring / f"runs/r{number}/checkpoints/latest/trainer/links_moments.safetensors")))
     (whole, first), (parts, second) = moved
     for key in ("loss", "grad_norm", "recursivemas/grad_norm_round_1", "recursivemas/grad_norm_round_2"):
-        assert parts[key] == pytest.approx(whole[key], rel=1e-4)
+        assert parts[key] == pytest.approx(whole[key], rel=1e-5)
     for key in ("recursivemas/latent_steps", "recursivemas/text_tokens", "recursivemas/positions"):
         assert parts[key] == whole[key]
     # after one step the first moment is the clipped gradient, a tenth of it
     a, b = (torch.cat([v.flatten() for k, v in m.items() if k.startswith("exp_avg.")]) for m in (first, second))
-    assert ((a - b).norm() / a.norm()).item() < 1e-4
+    assert ((a - b).norm() / a.norm()).item() < 1e-5
 
 
 # What is held out
@@ -417,6 +421,38 @@ def test_a_start_is_recorded_for_the_links_that_had_it_alone(cli, ring):
     assert {name for name, how in told.items() if how.get("start") == "matched"} == set(done.json["started"])
     again = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "c", "--links", "b", sets=sets)
     again.two_lines(2, "start: matched has no effect", "leave it out")
+
+
+def test_a_link_that_is_trained_again_says_by_what_it_was_trained_before(cli, ring):
+    both = ("recursivemas.train.stage=both", "recursivemas.train.inner_steps=1", "recursivemas.train.start=matched")
+    sets = ("recursivemas.train.inner_too=true", "data.eval.path=null", "run.save_every=1")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "2", "--name", "a", "--json", sets=(*both, *sets))
+    assert done.code == 0, done
+    told = done.json["links"]["training"]
+    outer = {"stage": "outer", "form": "rollout", "rounds": 2, "latent_steps": 3, "seed": 42}
+    inner = {"stage": "inner", "steps": 1, "seed": 42, "start": "matched"}
+    assert told["inner-critic"] == {**outer, "steps": 2, "before": [inner]}
+    assert told["outer-planner-critic"] == {**outer, "steps": 2, "start": "matched"}
+    # a run that begins with those links adds itself once, however often it is broken off
+    for steps, more in (("1", ("--links", "a")), ("3", ("--resume", "--links", "a"))):
+        done = cli("recursivemas", "train", "ring.yaml", "--steps", steps, "--name", "b", "--json", *more, sets=sets)
+        assert done.code == 0, done
+        told = done.json["links"]["training"]
+        last = {**outer, "steps": int(steps)}
+        assert told["inner-critic"] == {**last, "before": [inner, {**outer, "steps": 2}]}
+        assert told["outer-planner-critic"] == {**last, "before": [{**outer, "steps": 2, "start": "matched"}]}
+    assert read_metadata(file_in(links_folder("b", "runs"), "inner-critic"))["training"] == told["inner-critic"]
+    assert cli("recursivemas", "infer", "ring.yaml", "--links", "b", "--question", "What?").code == 0
+
+
+def test_links_that_say_one_stage_alone_are_read_as_before():
+    folder = shipped_links()["embedded-ring"]
+    about = json.loads((folder / "provenance.json").read_text())
+    for name, how in about["links"].items():
+        found = read_metadata(file_in(folder, name))
+        spec = LinkSpec(**{key: found[key] for key in LinkSpec.__dataclass_fields__})
+        assert load_link(file_in(folder, name), spec).dim_in == spec.dim_in
+        assert history(found["training"]) == [how]
 
 
 def test_t5_exported_links_come_back_bit_for_bit_in_both_layouts(cli, ring):
