@@ -88,7 +88,9 @@ app = method_app(
             own_questions=True,
         ),
         Verb(
-            "sweep", "Train and evaluate for each seed and number of latent steps, in one table.", frozenset({"steps"})
+            "sweep",
+            "Train and evaluate for each seed and number of latent steps, in one table.",
+            frozenset({"resume", "steps"}),
         ),
     ),
 )

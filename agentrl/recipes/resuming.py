@@ -32,12 +32,15 @@ _FREE_CALLS = tuple(f"{scorer}.{key}" for scorer in _SCORERS for key in _CALLS)
 _SILENT = ("run.name", "run.dir")
 
 
-def approve(recipe: BaseRecipe, progress: Progress) -> Callable[[str, int], None]:
+def approve(
+    recipe: BaseRecipe, progress: Progress, *, free: tuple[str, ...] = (), bound: tuple[str, ...] = ()
+) -> Callable[[str, int], None]:
     """The check of `Run.create` on resume: the config of before (YAML) and the step that the run is at.
 
     It raises `ConfigError` when the run is beyond `run.steps`, and naming key, old and new value for a change that
     would make the steps before and after it incomparable. Other changes are noted. How a judge or a coach is reached
-    and paid for may change, for instance when a budget is used up; what it is asked may not.
+    and paid for may change, for instance when a budget is used up; what it is asked may not. `free` and `bound` are
+    further beginnings of keys that may change and that must stay.
     """
 
     def check(before: str, step: int) -> None:
@@ -49,7 +52,7 @@ def approve(recipe: BaseRecipe, progress: Progress) -> Callable[[str, int], None
         noted = []
         for key, old, new in _changes(_resolved(before, recipe), recipe.model_dump(mode="json"), ""):
             change = f"{key}: {_short(old)} -> {_short(new)}"
-            if not _free(key):
+            if key.startswith(bound) or not (_free(key) or key.startswith(free)):
                 raise ConfigError(
                     f"{key}: the run was started with {_short(old)}, now it is {_short(new)}",
                     "resume with the config it began with, or start a new run with another --name",
