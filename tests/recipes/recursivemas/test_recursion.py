@@ -116,7 +116,7 @@ def test_t9_questions_that_think_together_think_as_they_do_alone(make_system):
     for row, question in enumerate(QUESTIONS):
         alone = _run(recipe, loaded, [question])
         a, b = (_logits(loaded, "solver", out.prompts[i]) for out, i in ((together, row), (alone, 0)))
-        assert ((a - b).norm() / b.norm()).item() < 1e-3
+        assert ((a - b).norm() / b.norm()).item() < 1e-4
 
 
 def test_t23_experts_are_independent_of_their_order(make_system):
