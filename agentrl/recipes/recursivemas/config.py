@@ -134,6 +134,8 @@ class RecursiveConfig(Section):
             raise ValueError(f"train.round_weights: {len(weights)} weights for {self.rounds} rounds")
         if self.rounds == 1 and self.train.one_round_steps:
             raise ValueError("train.one_round_steps: has no effect with rounds: 1")
+        if self.train.hop_steps and not self._others_hear():
+            raise ValueError("train.hop_steps: has no effect: in those steps nobody but the decoder hears anyone")
         odd = sorted(set(self.train.targets or ()) - set(self.graph.agents))
         if odd:
             raise ValueError(f"train.targets.{odd[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")
@@ -151,6 +153,12 @@ class RecursiveConfig(Section):
             self._check_official(self.official)
         self._check_start()
         return self
+
+    def _others_hear(self) -> bool:
+        """Whether an agent other than the decoder thinks about a block while hops are trained."""
+        graph, rounds = self.graph, self.rounds if self.train.hop_steps > self.train.one_round_steps else 1
+        at_work = [(name, r) for r in range(1, rounds + 1) for name in graph.working(r, rounds)]
+        return any(graph.incoming(name, r) for name, r in at_work if name != graph.decoder)
 
     def _check_start(self) -> None:
         """A start sets what only some forms have, and what is not set again."""

@@ -12,6 +12,7 @@ Shapes: B questions, T text tokens, m latent steps, D hidden size.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -127,7 +128,7 @@ class Reuse:
 
     def rollout(self, agent: Agent, prompts: Sequence[Prompt], steps: int) -> Rollout:
         """Without gradients, and only for prompts that were not thought about before."""
-        texts = [p.ids for p in prompts if not any(isinstance(s, Embeddings) for s in p.segments)]
+        texts = [p.ids for p in prompts if not _hold_blocks([p])]
         if self.states is None or steps == 0 or len(texts) < len(prompts):
             return latent_rollout(agent.backbone, prompts, agent.inner, steps)
         keys = [(agent.name, steps, ids) for ids in texts]
@@ -163,13 +164,15 @@ class Reuse:
 @dataclass(frozen=True, slots=True)
 class OuterLoss:
     """`loss` to differentiate; `by_round[r - 1]` the answer's mean cross-entropy from the decoder's prompt of round r,
-    None where it was not asked for. `stages`: what was thought on the way; `read` the positions that the decoder's
-    forwards over prompt and answer computed, all questions together."""
+    None where it was not asked for; `hops` that of each hearing agent's own text, to differentiate as well, where it
+    was. `stages`: what was thought on the way; `read` the positions that the forwards over prompt and text computed,
+    all questions together."""
 
     loss: Tensor
     by_round: tuple[Tensor | None, ...]
     stages: tuple[Stage, ...] = ()
     read: int = 0
+    hops: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def outer_loss(
@@ -185,10 +188,12 @@ def outer_loss(
     reuse: Reuse | None = None,
     checkpointed: bool = True,
     scored: Sequence[Ids] | None = None,
+    hops: bool = False,
 ) -> OuterLoss:
     """Equation 6: cross-entropy on the answers' tokens after all rounds, with the graph kept across rounds.
 
-    `texts` are the role targets of `teacher_forced` (agent -> one text per question; one question at a time).
+    `texts` are the role targets (agent -> one text per question) that `teacher_forced` reads, one question at a time,
+    and that `hops` scores: what each agent but the decoder would say after a prompt with blocks, the mean over rounds.
     `round_weights` weigh the answer's loss from the decoder's prompt in each round; by default only the last counts.
     `reuse` keeps over a whole run what no trained link can change. `checkpointed` keeps only each forward's inputs
     until the backward pass, which computes it again: less memory for a third more time. Neither changes the gradient.
@@ -198,7 +203,7 @@ def outer_loss(
     weights = [0.0] * (config.rounds - 1) + [1.0] if round_weights is None else list(round_weights)
     assert len(weights) == config.rounds, f"{len(weights)} round weights for {config.rounds} rounds"
     decoder = system.graph.decoder
-    asked: list[Sequence[Prompt]] = []
+    heard: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
     if form == "teacher_forced":
         assert len(tasks) == 1, "teacher-forced blocks differ in length: one question at a time"
         known = {**(texts or {}), decoder: answers}
@@ -209,27 +214,30 @@ def outer_loss(
         )
 
     def think(agent: Agent, prompts: Sequence[Prompt]) -> Rollout:
-        if agent.name == decoder:
-            asked.append(prompts)
+        heard[agent.name].append(prompts)
         return inner_think(agent, prompts)
 
     out = run_rounds(system, config, tasks, think, sender_with_grad(system, gradients))
-    asked.append(out.prompts)
-    backbone = system.agents[decoder].backbone
+    heard[decoder].append(out.prompts)
     by_round: list[Tensor | None] = []
-    total, read = torch.zeros((), device=backbone.device), 0
-    for weight, prompts in zip(weights, asked, strict=True):
-        if weight == 0.0:
-            by_round.append(None)
-            continue
-        states = text_states(
-            backbone, prompts, asked_for, checkpointed=checkpointed, leads=None if reuse is None else reuse.leads
-        )
-        loss = text_loss(text_logprobs(backbone, states), states)
-        by_round.append(loss)
-        total = total + weight * loss
+    total, read = torch.zeros((), device=system.agents[decoder].backbone.device), 0
+
+    def said(name: str, prompts: Sequence[Prompt], scored: Sequence[Ids]) -> Tensor:
+        nonlocal read
+        backbone, leads = system.agents[name].backbone, None if reuse is None else reuse.leads
+        states = text_states(backbone, prompts, scored, checkpointed=checkpointed, leads=leads)
         read += states.computed
-    return OuterLoss(total, tuple(by_round), out.stages, read)
+        return text_loss(text_logprobs(backbone, states), states)
+
+    for weight, prompts in zip(weights, heard.pop(decoder), strict=True):
+        by_round.append(said(decoder, prompts, asked_for) if weight else None)
+        total = total if by_round[-1] is None else total + weight * by_round[-1]
+    found = {}
+    for name in heard if hops else ():
+        losses = [said(name, prompts, (texts or {})[name]) for prompts in heard[name] if _hold_blocks(prompts)]
+        if losses:
+            found[name] = torch.stack(losses).mean()
+    return OuterLoss(total, tuple(by_round), out.stages, read, found)
 
 
 def sender_with_grad(system: System, gradients: RoundGradients | None = None) -> Send:
@@ -276,6 +284,10 @@ def _reader(texts: Mapping[str, Sequence[Ids]]) -> Think:
         return Rollout(states_BTD, norms, lengths, (0,) * len(lengths), computed)
 
     return think
+
+
+def _hold_blocks(prompts: Sequence[Prompt]) -> bool:
+    return any(isinstance(s, Embeddings) for prompt in prompts for s in prompt.segments)
 
 
 def _needs_grad(prompts: Sequence[Prompt]) -> bool:

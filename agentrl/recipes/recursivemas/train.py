@@ -131,7 +131,7 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     system, config, train = t.loaded.system, t.recipe.recursivemas, t.recipe.recursivemas.train
     config = config.model_copy(update={"rounds": train.rounds_of(step, config.rounds)})
     total = sum(map(len, t.texts.answers_of(tasks)))
-    every = t.recipe.optim.part_stats_every
+    hops, every = train.hops_at(step), t.recipe.optim.part_stats_every
     gradients = RoundGradients() if every and step % every == 0 else None
     done = Done()
     for batch in _micro(t, tasks):
@@ -148,8 +148,14 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
             gradients=gradients,
             reuse=t.reuse,
             checkpointed=train.checkpointed,
+            hops=hops,
         )
         loss = out.loss * (sum(map(len, answers)) / total)
+        for name, hop in out.hops.items():
+            share = hop * (sum(map(len, known[name])) / sum(map(len, t.texts.of(name, tasks))))
+            done.losses[name] = done.losses.get(name, 0.0) + share.item()
+            loss = loss + share
+            done.text_tokens += sum(map(len, known[name]))
         loss.backward()
         done.loss += loss.item()
         done.text_tokens += sum(map(len, answers))

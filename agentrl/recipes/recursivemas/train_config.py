@@ -46,6 +46,12 @@ class TrainConfig(Section):
     one_round_steps: int = Field(
         0, ge=0, description="outer: so many first steps unroll one round only, which is cheap; feedback links wait"
     )
+    hop_steps: int = Field(
+        0,
+        ge=0,
+        description="outer: so many first steps add, for every agent that hears others, the cross-entropy of its own "
+        "known text: each link learns its own hop",
+    )
     mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
     inner_slots: Literal["empty", "text"] = Field(
         "empty", description="inner: what stands in a prompt's slots: nothing, or the sender's known text"
@@ -63,14 +69,24 @@ class TrainConfig(Section):
             what = "is needed" if self.stage == "both" else "has no effect"
             raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
         if self.stage == "inner":
-            silent = ("form", "inner_too", "checkpointed", "round_weights", "one_round_steps", "leak_probe")
+            silent = (
+                "form",
+                "inner_too",
+                "checkpointed",
+                "round_weights",
+                "one_round_steps",
+                "hop_steps",
+                "leak_probe",
+            )
         else:
             silent = ("mse_weight", "inner_slots") if self.stage == "outer" else ()
         for key in silent:
             if self.turned(key):
                 raise ValueError(f"{key}: has no effect with stage: {self.stage}")
-        if self.targets is not None and self.stage == "outer" and self.form != "teacher_forced":
+        if self.targets is not None and self.stage == "outer" and self.form != "teacher_forced" and not self.hop_steps:
             raise ValueError(f"targets: has no effect with form: {self.form}, which reads no known text")
+        if self.hop_steps and self.form == "teacher_forced":
+            raise ValueError("hop_steps: with form: teacher_forced agents read their known texts, and say nothing")
         if self.form == "teacher_forced" and self.micro_batch not in (None, 1):
             raise ValueError("micro_batch: teacher_forced takes one question at a time; leave it out")
         if self.template.count("{answer}") != 1:
@@ -90,6 +106,10 @@ class TrainConfig(Section):
     def rounds_of(self, step: int, rounds: int) -> int:
         """How many rounds an outer step unrolls."""
         return 1 if step - (self.inner_steps or 0) <= self.one_round_steps else rounds
+
+    def hops_at(self, step: int) -> bool:
+        """Whether an outer step trains what each hearing agent says as well."""
+        return step - (self.inner_steps or 0) <= self.hop_steps
 
 
 class LinkOptimConfig(OptimConfig):
