@@ -296,5 +296,5 @@ def _traced(stage: Stage, row: int) -> dict[str, Any]:
         "positions": action.positions,
         "reused": stage.reused[row],
         "state_norm": round(sum(action.norms) / len(action.norms), 3) if action.norms else None,
-        "sent_norm": {name: round(norm, 3) for name, norm in stage.sent_norm.items()},
+        "sent_norm": {name: round(norms[row], 3) for name, norms in stage.sent_norms.items()},
     }

@@ -48,8 +48,8 @@ class System:
 class Stage:
     """One agent's rollouts in one round: an accounting value per question, and what they reused of the round before.
 
-    `sent_norm` is the mean length of the vectors that left by each edge, by the edge's name. `seconds` is the wall
-    time of all of them, prompts and links included.
+    `sent_norm` is the mean length of the vectors that left by each edge, by the edge's name, over all questions, and
+    `sent_norms` that of each question. `seconds` is the wall time of all of them, prompts and links included.
     """
 
     round: int
@@ -58,6 +58,7 @@ class Stage:
     prompt_positions: tuple[int, ...]
     reused: tuple[int, ...]
     sent_norm: Mapping[str, float]
+    sent_norms: Mapping[str, tuple[float, ...]]
     seconds: float
 
 
@@ -89,12 +90,14 @@ def run_rounds(system: System, config: RecursiveConfig, tasks: Sequence[Task], t
             agent = system.agents[name]
             prompts = prompts_of(system, config, name, round_number, tasks, blocks)
             rollout = think(agent, prompts)
-            sent = {}
+            mean: dict[str, float] = {}
+            each: dict[str, tuple[float, ...]] = {}
             for edge in graph.outgoing(name, round_number, rounds):
                 blocks[edge] = send(edge, round_number, rollout.states_BmD)
-                sent[edge.name] = _mean_norm(blocks[edge])
+                mean[edge.name], each[edge.name] = _norms(blocks[edge])
             actions, seconds = rollout.actions(name), time.perf_counter() - start
-            stages.append(Stage(round_number, name, actions, rollout.prompt_positions, rollout.reused, sent, seconds))
+            read, reused = rollout.prompt_positions, rollout.reused
+            stages.append(Stage(round_number, name, actions, read, reused, mean, each, seconds))
     start = time.perf_counter()
     prompts = prompts_of(system, config, graph.decoder, rounds, tasks, blocks)
     return Recursion(prompts, tuple(stages), time.perf_counter() - start)
@@ -165,5 +168,9 @@ def sender(system: System) -> Send:
     return send
 
 
-def _mean_norm(block_BmE: Tensor) -> float:
-    return block_BmE.detach().float().norm(dim=-1).mean().item() if block_BmE.numel() else 0.0
+def _norms(block_BmE: Tensor) -> tuple[float, tuple[float, ...]]:
+    """The mean length of all vectors, and of each question's."""
+    if not block_BmE.numel():
+        return 0.0, (0.0,) * len(block_BmE)
+    norms_Bm = block_BmE.detach().float().norm(dim=-1)
+    return norms_Bm.mean().item(), tuple(norms_Bm.mean(dim=-1).tolist())

@@ -76,6 +76,23 @@ def test_infer_answers_a_file_in_batches_in_order(recipe, tmp_path):
     assert [a["text"] for a in whole["answers"]] == [a["text"] for a in parts["answers"]]
 
 
+def test_a_trace_shows_its_own_questions_norms_and_not_its_batchs(recipe, tmp_path):
+    # a form whose last layer is no norm, which would make all blocks equally long
+    forms = {"inner_form": "paper", "outer_form": "paper"}
+    recipe = recipe.model_copy(update={"recursivemas": recipe.recursivemas.model_copy(update=forms)})
+    file = tmp_path / "questions.jsonl"
+    rows = [{"id": str(i), "question": text} for i, text in enumerate(("Why?", "How many apples are left? " * 9))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    together = [answer["trace"] for answer in infer(recipe, VerbOptions(input_file=file))["answers"]]
+    alone = [infer(recipe, VerbOptions(question=row["question"]))["answers"][0]["trace"] for row in rows]
+    for own, wanted in zip(together, alone, strict=True):
+        for one, as_alone in zip(own, wanted, strict=True):
+            assert one["sent_norm"] == pytest.approx(as_alone["sent_norm"], rel=1e-3)
+            assert one["state_norm"] == pytest.approx(as_alone["state_norm"], rel=1e-3)
+    first, second = (trace[0]["sent_norm"]["planner-critic"] for trace in alone)
+    assert abs(first - second) > 0.02 * first
+
+
 def test_t26_counts_match_hand_counts(recipe, make_system):
     _, loaded = make_system()
 
