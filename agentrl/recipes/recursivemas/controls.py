@@ -74,6 +74,26 @@ def partners(answers: Sequence[str | None], seed: int) -> tuple[tuple[int, ...],
     return tuple(groups)
 
 
+def answers_of(tasks: Sequence[Task]) -> list[str]:
+    """A name for each question's answer: two have the same if any reference is both's, or through others in between."""
+    parent = list(range(len(tasks)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            index = parent[index]
+        return index
+
+    first: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        for reference in task.references:
+            parent[root(index)] = root(first.setdefault(reference, index))
+    names: dict[int, str] = {}
+    for index, task in enumerate(tasks):
+        own = min(task.references, default=f"task {task.id}")
+        names[root(index)] = min(own, names.get(root(index), own))
+    return [names[root(index)] for index in range(len(tasks))]
+
+
 @dataclass(frozen=True, slots=True)
 class Crossed:
     """Questions that think together, and of whom each hears: `order[b]` is a place in `tasks`."""
@@ -83,11 +103,11 @@ class Crossed:
 
 
 def crossed_batches(tasks: Sequence[Task], size: int, seed: int) -> list[Crossed]:
-    """Batches of about `size` questions (two or three at least) that are crossed among themselves. A question without
-    a reference answer counts as having one of its own. Raises `DataError` as `partners`."""
-    answers = [task.references[0] if task.references else f"task {task.id}" for task in tasks]
+    """Batches of about `size` questions (two or three at least) that are crossed among themselves: nobody hears of a
+    question with which it shares a reference answer. A question without one counts as having one of its own. Raises
+    `DataError` as `partners`."""
     batches: list[list[tuple[int, ...]]] = [[]]
-    for group in partners(answers, seed):
+    for group in partners(answers_of(tasks), seed):
         if batches[-1] and sum(map(len, batches[-1])) + len(group) > size:
             batches.append([])
         batches[-1].append(group)

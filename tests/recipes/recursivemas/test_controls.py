@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import DataError
-from agentrl.recipes.recursivemas.controls import crossed_batches, partners, shuffled, single_prompts, zeroed
+from agentrl.recipes.recursivemas.controls import (
+    answers_of,
+    crossed_batches,
+    partners,
+    shuffled,
+    single_prompts,
+    zeroed,
+)
 from agentrl.recipes.recursivemas.recursion import run_rounds, sender, thinker
 from agentrl.recipes.recursivemas.setup import load_system
 from agentrl.types import Embeddings, Task
@@ -84,6 +91,34 @@ def test_t25_batches_are_crossed_among_themselves_and_hold_every_question_once(a
         assert sorted(batch.order) == list(range(len(batch.tasks)))
         heard = [batch.tasks[i].references for i in batch.order]
         assert all(own.references != other for own, other in zip(batch.tasks, heard, strict=True))
+
+
+@given(
+    st.lists(st.sets(st.sampled_from("abcdefghijkl"), max_size=3), min_size=2, max_size=20),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+)
+def test_t25_nobody_hears_of_a_question_with_any_reference_of_its_own(answers, seed, rng):
+    """In whatever order the references stand."""
+    tasks = [Task(str(i), "?", tuple(rng.sample(sorted(own), len(own)))) for i, own in enumerate(answers)]
+    try:
+        batches = crossed_batches(tasks, 4, seed)
+    except DataError:
+        names = answers_of(tasks)
+        assert 2 * max(map(names.count, names)) > len(names)
+        return
+    for batch in batches:
+        for own, other in zip(batch.tasks, batch.order, strict=True):
+            assert own.id != batch.tasks[other].id
+            assert not set(own.references) & set(batch.tasks[other].references)
+
+
+def test_t25_answers_are_one_where_any_reference_is_shared():
+    said = [("10", "ten"), ("ten",), ("X", "10"), ("two",), (), ("2", "two"), ("X",)]
+    tasks = [Task(str(i), "?", references) for i, references in enumerate(said)]
+    assert answers_of(tasks) == ["10", "10", "10", "2", "task 4", "2", "10"]
+    # a set where every question has one reference is crossed by that
+    assert answers_of(tasks[3:4] + tasks[6:]) == ["two", "X"]
 
 
 def test_t25_a_question_without_a_reference_may_hear_of_any_other():
