@@ -130,7 +130,7 @@ def test_released_files_run_in_the_released_layout_with_pasted_texts(capfd, monk
     sets = [
         *(f"policies.{a}.name={m}" for a, m in models.items()),
         *(f"policies.{a}.mode=frozen" for a in models),
-        "launch.gpus=0",
+        *("launch.gpus=0", "launch.threads=1"),
         "recursivemas.latent_steps=4",
         "agents.solver.sampling.max_tokens=4",
         "recursivemas.roles.solver.system=PASTED SYSTEM",

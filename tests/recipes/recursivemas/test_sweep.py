@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,13 @@ from agentrl.recipes.registry import Silence, VerbOptions
 from agentrl.types import Task
 
 
-@pytest.fixture
-def recipe(tmp_path):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def recipe(place):
     own = {
         "style": "custom",
         "decoder": "b",
@@ -44,14 +50,19 @@ def recipe(tmp_path):
         "recursivemas": own,
         "agents": {"b": {"sampling": {"temperature": 0.0, "max_tokens": 3}}},
         "launch": {"gpus": 0, "threads": 1},
-        "run": {"steps": 3, "dir": str(tmp_path / "runs"), "name": "swept"},
+        "run": {"steps": 3, "dir": str(place), "name": "swept", "save_every": 1},
     }
     return RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
 
 
-def test_a_sweep_trains_and_evaluates_every_pair(recipe, tmp_path):
-    result = sweep(recipe, VerbOptions())
-    folder = tmp_path / "runs" / "swept"
+@pytest.fixture(scope="module")
+def swept(recipe):
+    """A sweep that nothing interrupts."""
+    return sweep(recipe, VerbOptions())
+
+
+def test_a_sweep_trains_and_evaluates_every_pair(swept):
+    result, folder = swept, Path(swept["run"])
     assert [(row["latent_steps"], row["seed"]) for row in result["rows"]] == [(0, 3), (0, 4), (2, 3), (2, 4)]
     for row in result["rows"]:
         assert row["eval"]["n"] == 12
@@ -89,16 +100,15 @@ def without_seconds(result):
 
 
 def named(recipe, name, **run):
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name, "save_every": 1, **run})})
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name, **run})})
 
 
 def cells_in(folder):
     return [(row["latent_steps"], row["seed"]) for row in read_lines(folder / ROWS)]
 
 
-def test_a_sweep_that_broke_off_ends_with_the_table_of_one_that_did_not(recipe, tmp_path):
-    whole = sweep(named(recipe, "whole"), VerbOptions())
-    recipe, folder = named(recipe, "broken"), tmp_path / "runs" / "broken"
+def test_a_sweep_that_broke_off_ends_with_the_table_of_one_that_did_not(recipe, swept, place):
+    recipe, folder = named(recipe, "broken"), place / "broken"
     with pytest.raises(KeyboardInterrupt):  # in an evaluation
         sweep(recipe, VerbOptions(progress=Break("m = 0, seed 4", phase="zero")))
     assert cells_in(folder) == [(0, 3)]
@@ -108,35 +118,35 @@ def test_a_sweep_that_broke_off_ends_with_the_table_of_one_that_did_not(recipe, 
     with (folder / ROWS).open("ab") as file:
         file.write(b'{"latent_steps":2,"seed":3,"ev')  # a torn line is no row
     done = sweep(recipe, VerbOptions(resume=True))
-    assert without_seconds(done) == without_seconds(whole)
+    assert without_seconds(done) == without_seconds(swept)
     assert cells_in(folder) == [(0, 3), (0, 4), (2, 3), (2, 4)]
-    table_of = {name: (tmp_path / "runs" / name / "table.md").read_text("utf-8") for name in ("whole", "broken")}
+    table_of = {name: (place / name / "table.md").read_text("utf-8") for name in ("swept", "broken")}
     shares = {name: [line.rsplit("|", 2)[0] for line in text.splitlines()] for name, text in table_of.items()}
-    assert shares["whole"] == shares["broken"]
+    assert shares["swept"] == shares["broken"]
     attempts = sorted(p.name for p in (folder / "m2-seed3" / "logs").glob("attempt_*.log"))
     assert attempts == ["attempt_1.log", "attempt_2.log"]
     assert "step 1 begins" not in (folder / "m2-seed3" / "logs" / "attempt_2.log").read_text("utf-8")
     for links in ("checkpoints/latest/links/outer-a-b.safetensors", "checkpoints/latest/links/inner-a.safetensors"):
-        both = [load_file(tmp_path / "runs" / name / "m2-seed3" / links) for name in ("whole", "broken")]
+        both = [load_file(place / name / "m2-seed3" / links) for name in ("swept", "broken")]
         assert all(torch.equal(tensor, both[1][key]) for key, tensor in both[0].items())
 
 
-def test_a_sweep_goes_on_with_more_seeds_and_refuses_rows_that_do_not_compare(recipe, tmp_path):
+def test_a_sweep_goes_on_with_more_seeds_and_refuses_rows_that_do_not_compare(recipe):
     own = recipe.recursivemas.sweep.model_copy(update={"latent_steps": (0,), "seeds": (3,)})
+    recipe = named(recipe, "grown")
     fewer = recipe.recursivemas.model_copy(update={"sweep": own})
     first = sweep(recipe.model_copy(update={"recursivemas": fewer}), VerbOptions())
     more = fewer.model_copy(update={"sweep": own.model_copy(update={"seeds": (4, 3)})})
     recipe = recipe.model_copy(update={"recursivemas": more})
     with pytest.raises(ConfigError, match=r"run\.steps: the run was started with 3, now it is 4"):
-        sweep(named(recipe, "swept", save_every=0, steps=4), VerbOptions(resume=True))
+        sweep(named(recipe, "grown", steps=4), VerbOptions(resume=True))
     done = sweep(recipe, VerbOptions(resume=True))
     assert [row["seed"] for row in done["rows"]] == [4, 3]
     assert done["rows"][1] == first["rows"][0]
 
 
-def test_one_round_steps_unroll_one_round(recipe, tmp_path):
-    sweep(recipe, VerbOptions())
-    lines = (tmp_path / "runs" / "swept" / "m2-seed3" / "metrics.jsonl").read_text("utf-8").splitlines()
+def test_one_round_steps_unroll_one_round(swept):
+    lines = (Path(swept["run"]) / "m2-seed3" / "metrics.jsonl").read_text("utf-8").splitlines()
     done = [json.loads(line) for line in lines]
     steps = {r["step"]: r["recursivemas/latent_steps"] for r in done if "recursivemas/latent_steps" in r}
     # The first trains inner links; then two questions, m = 2: one rollout each in one round, three in two.
