@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
+from agentrl.launch.devices import detect, plan
 from agentrl.recipes.recursivemas.link_folders import link_name
 from agentrl.recipes.recursivemas.links import Links, open_links
 from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
@@ -28,11 +29,13 @@ class Loaded:
 
 
 def load_system(recipe: RecursiveRecipe, links: Links | None = None, *, allow_untrained: bool = False) -> Loaded:
-    """Load what the recipe names. `links` replaces those of the recipe; with `allow_untrained` they may be random.
+    """Load what the recipe names, where `launch` says. `links` replaces those of the recipe; with `allow_untrained`
+    they may be random.
 
-    Raises `MissingError` for models and links that are not there, `DataError` for links of other models, and
-    `ConfigError` for a model that cannot think in latents.
+    Raises `MissingError` for models and links that are not there, `DataError` for links of other models,
+    `ConfigError` for a model that cannot think in latents, and as `plan`.
     """
+    device = plan(recipe.launch, detect()).device
     names = {policy: link_name(model.name) for policy, model in recipe.policy_models.items()}
     folders = {policy: model_folder(model, policy, recipe.run.dir) for policy, model in recipe.policy_models.items()}
     by_place: dict[tuple[Path, str], HFPolicy] = {}
@@ -41,7 +44,7 @@ def load_system(recipe: RecursiveRecipe, links: Links | None = None, *, allow_un
     for policy, folder in folders.items():
         place = (folder, recipe.policy_models[policy].dtype)
         if place not in by_place:
-            by_place[place] = load_hf_policy(*place)
+            by_place[place] = load_hf_policy(*place, device)
             backbones[place] = Backbone(names[policy], by_place[place].model)
             formats.setdefault(folder, ChatFormat.from_folder(folder))
     config = recipe.recursivemas

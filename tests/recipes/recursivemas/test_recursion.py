@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from agentrl.errors import ConfigError, DataError, MissingError
+from agentrl.launch.devices import GIB, Gpu, Hardware
+from agentrl.recipes.recursivemas import setup
 from agentrl.recipes.recursivemas.links import open_links, save_links
 from agentrl.recipes.recursivemas.recursion import System, prompts_of, run_rounds, sender, thinker
 from agentrl.recipes.recursivemas.setup import load_system
@@ -256,3 +258,23 @@ def test_a_question_longer_than_the_window_is_refused_with_the_sizes(make_system
     recipe, loaded = make_system("distillation")
     with pytest.raises(ConfigError, match=r"tiny-gpt2-h96.* its window is 1024"):
         _run(recipe, loaded, [Task("long", "word " * 1200)])
+
+
+@pytest.mark.parametrize(("gpus", "moves"), [(0, 0), (1, 3), (None, 3)])
+def test_a_ring_thinks_where_launch_says(make_recipe, monkeypatch, gpus, moves):
+    box = Hardware(4, 8 * GIB, gpus=(Gpu(0, "X", 80 * GIB, (9, 0)),), torch_cuda="13.0")
+    monkeypatch.setattr(setup, "detect", lambda: box)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    moved = []
+    move = torch.nn.Module.to
+
+    def to(module, place):
+        if place != "cuda":
+            return move(module, place)
+        moved.append(place)
+        return module
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    recipe = make_recipe()
+    load_system(recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"gpus": gpus})}))
+    assert moved == ["cuda"] * moves
