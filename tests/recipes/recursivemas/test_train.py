@@ -492,7 +492,7 @@ def test_shipped_links_are_found_by_name(ring, monkeypatch):
     assert links_folder("embedded-ring", "runs") == shipped
 
 
-def test_an_interrupted_run_finishes_its_step_saves_and_goes_on(drive, ring):
+def test_an_interrupted_run_finishes_its_step_saves_and_goes_on(drive, cli, ring):
     driver = drive("recursivemas", "train", "ring.yaml", "--steps", "300", "--name", "r", sets=("data.eval.limit=1",))
     driver.wait_for("runs/r/metrics.jsonl")
     driver.signal(signal.SIGINT)
@@ -502,9 +502,7 @@ def test_an_interrupted_run_finishes_its_step_saves_and_goes_on(drive, ring):
     last = rows(ring / "runs/r/metrics.jsonl")[-1]["step"]
     assert (summary["status"], summary["steps"]) == ("interrupted", last)
     assert last < 300
-    steps = str(last + 1)
-    again = drive(
-        "recursivemas", "train", "ring.yaml", "--steps", steps, "--name", "r", "--resume", sets=("data.eval.limit=1",)
-    )
-    assert again.wait() == 0, again.log
+    words = ("--steps", str(last + 1), "--name", "r", "--resume")
+    again = cli("recursivemas", "train", "ring.yaml", *words, sets=("data.eval.limit=1",))
+    assert again.code == 0, again
     assert [m["step"] for m in rows(ring / "runs/r/metrics.jsonl")] == list(range(1, last + 2))
