@@ -103,20 +103,11 @@ class VLLMEngine:
         if build == "gpu" and address is None and not (local_gpus() if gpus is None else gpus):
             raise no_gpu()
         cluster = await _start_cluster(address, gpus, debug)
-        if threading.current_thread() is threading.main_thread():
-            reclaim_signals()
         embeds_dtype = (config.dtype or dtype) if prompt_embeds else None
         engine = cls(policies, seed=seed, cluster=cluster, adapters=adapters, embeds_dtype=embeds_dtype)
         groups = share_models(policies, adapters)
         try:
-            num_gpus = cluster.num_gpus if build == "gpu" else 0
-            if build == "gpu" and num_gpus == 0:
-                raise no_gpu()
-            share = min(1.0, num_gpus / len(groups))
-            environment = engine_environment(
-                build, threads=threads or threads_share(len(groups)), bind=len(groups) == 1 and threads is None
-            )
-            environment["VLLM_LOGGING_LEVEL"] = "INFO" if debug else "WARNING"
+            share, environment = _engine_share(cluster, build, len(groups), threads, debug)
             for group in groups:
                 fields = engine_fields(
                     config,
@@ -310,15 +301,34 @@ def _confirmed(policy: str, version: int, report: Mapping[str, Any]) -> int:
 
 
 async def _start_cluster(address: str | None, gpus: int | None, debug: bool) -> Cluster:
-    """A started cluster. Cancelled while it starts, it waits for it and closes it: its thread cannot be stopped."""
+    """A started cluster; the process's signals are its own again. Cancelled while it starts, it waits for it and closes
+    it: its thread cannot be stopped."""
     start = functools.partial(Cluster.start, address=address, num_gpus=gpus, debug=debug)
     starting = asyncio.create_task(asyncio.to_thread(start))
     try:
-        return await asyncio.shield(starting)
+        cluster = await asyncio.shield(starting)
     except asyncio.CancelledError:
         with contextlib.suppress(RunFailedError):  # it did not start, and has cleaned up
             await asyncio.to_thread((await starting).close)
         raise
+    if threading.current_thread() is threading.main_thread():
+        reclaim_signals()
+    return cluster
+
+
+def _engine_share(
+    cluster: Cluster, build: str, num_engines: int, threads: int | None, debug: bool
+) -> tuple[float, dict[str, str]]:
+    """What each of the engines gets: its share of the GPUs, at most one, and its processes' environment. Raises
+    `MissingError` where the build needs a GPU and the cluster has none."""
+    num_gpus = cluster.num_gpus if build == "gpu" else 0
+    if build == "gpu" and num_gpus == 0:
+        raise no_gpu()
+    environment = engine_environment(
+        build, threads=threads or threads_share(num_engines), bind=num_engines == 1 and threads is None
+    )
+    environment["VLLM_LOGGING_LEVEL"] = "INFO" if debug else "WARNING"
+    return min(1.0, num_gpus / num_engines), environment
 
 
 async def _resolved(ref: Any) -> Any:
