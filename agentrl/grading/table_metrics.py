@@ -107,7 +107,6 @@ class FairMean:
     plain: float | None
     fair: float
     success_rate: float
-    num_runs: int
 
 
 def fair_mean(values: Sequence[float | None], fallback: float | Sequence[float]) -> FairMean:
@@ -121,7 +120,7 @@ def fair_mean(values: Sequence[float | None], fallback: float | Sequence[float])
     known = [v for v in values if v is not None]
     filled = [f if v is None else v for v, f in zip(values, given, strict=True)]
     plain = math.fsum(known) / len(known) if known else None
-    return FairMean(plain, math.fsum(filled) / len(filled), len(known) / len(values), len(values))
+    return FairMean(plain, math.fsum(filled) / len(filled), len(known) / len(values))
 
 
 def _f1(pairs: Sequence[tuple[str | float, str | float]], label: str | float) -> float:
