@@ -5,7 +5,7 @@
 Three rounds and 16 latent steps against messages of 64 tokens, and of natural length (each agent until it ends its
 text, at most --natural-cap tokens). Same process, threads and batch; everything is warmed up; the rows take turns and
 the best of --repeats counts. Goals: at 64 tokens the ring is at least twice as fast, and with trained links at least as
-often right. Exits 1 when one is missed.
+often right. Exits 1 when one is missed. The last line is everything as JSON, the seconds of each stage too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import sys
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from agentrl.recipes.registry import Silence, load_recipe
 from agentrl.recipes.rewards import open_reward
 
 GOAL = 2.0
+TITLES = {"ring": "ring", "text": "text, given", "natural": "text, natural"}
 
 
 def recipe_with(args: argparse.Namespace, message: int, exact: bool) -> RecursiveRecipe:
@@ -74,28 +74,39 @@ async def graded(recipe: RecursiveRecipe, name: str, answered: list[Answered], w
     return Measured(name, tuple(answered), tuple(scored), wall_s)
 
 
-def report(recipe: RecursiveRecipe, best: dict[str, tuple[list[Answered], float]], loaded: Loaded) -> bool:
+def report(
+    args: argparse.Namespace, recipe: RecursiveRecipe, best: dict[str, tuple[list[Answered], float]], loaded: Loaded
+) -> bool:
     measured = {name: asyncio.run(graded(recipe, name, *row)) for name, row in best.items()}
     rows = compare(recipe, list(measured.values()))
+    say = sys.stdout.write
+    links = "trained" if loaded.links.trained else "untrained"
+    say(
+        f"rounds {args.rounds}, latent steps {args.latent_steps}, batch {args.batch}, threads "
+        f"{torch.get_num_threads()}, links {links}; best of {args.repeats}, warm; counts per question, wall seconds of all\n"
+    )
+    heads = ("row", "right", "message", "text tokens", "latent steps", "positions", "seconds")
+    say(" ".join(f"{head:>13}" for head in heads) + "\n")
     for name, row in rows.items():
-        line: dict[str, Any] = {"row": name, "right": row["strict"]["k"], "of": row["strict"]["n"]}
-        line |= {key: round(value, 2) for key, value in row.items() if key.endswith(("_per_question", "_message"))}
-        sys.stdout.write(json.dumps(line | {"seconds": row["seconds"]}) + "\n")
+        strict, length = row["strict"], row.get("tokens_per_message")
+        cells = [TITLES[name], f"{strict['k']}/{strict['n']}", "-" if length is None else f"{length:.1f}"]
+        cells += [f"{row[f'{key}_per_question']:.1f}" for key in ("text_tokens", "latent_steps", "positions")]
+        say(" ".join(f"{cell:>13}" for cell in [*cells, f"{row['seconds']['wall']:.2f}"]) + "\n")
     good = True
-    for name, title in (("text", "messages of a given length"), ("natural", "messages of natural length")):
+    for name in ("text", "natural"):
         told = reductions({"ring": rows["ring"], "text": rows[name]})
         assert told is not None, "there is a text team"
-        length = round(rows[name]["tokens_per_message"], 1)
-        sys.stdout.write(
-            json.dumps({"against": title, "tokens": length, **{k: round(v, 3) for k, v in told.items()}}) + "\n"
+        goal = f" (goal {GOAL})" if name == "text" else ""
+        say(
+            f"text team / ring at {rows[name]['tokens_per_message']:.1f} tokens a message ({TITLES[name]} length): "
+            f"{told['times_faster']:.2f} x the wall time{goal}; the ring writes {told['text_tokens']:.1%} fewer text "
+            f"tokens, {told['text_tokens_and_latent_steps']:.1%} with latent steps counted as tokens\n"
         )
         if name == "text":
             good = told["times_faster"] >= GOAL
             if loaded.links.trained:
                 good = good and rows["ring"]["strict"]["k"] >= rows["text"]["strict"]["k"]
-    sys.stdout.write(
-        json.dumps({"threads": torch.get_num_threads(), "goal": GOAL, "links trained": loaded.links.trained}) + "\n"
-    )
+    say(json.dumps({"threads": torch.get_num_threads(), "rows": rows}) + "\n")
     return good
 
 
@@ -119,7 +130,7 @@ def main() -> int:
     refuse_untrained(fixed)
     loaded = load_system(fixed)
     best = asyncio.run(measure(args, fixed, natural, loaded))
-    return 0 if report(fixed, best, loaded) else 1
+    return 0 if report(args, fixed, best, loaded) else 1
 
 
 if __name__ == "__main__":
