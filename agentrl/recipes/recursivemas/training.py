@@ -213,6 +213,7 @@ def _how(recipe: RecursiveRecipe, stage: Stage, step: int) -> dict[str, Any]:
     if stage == "outer":
         how |= {"form": config.train.form, "rounds": config.rounds, "latent_steps": config.latent_steps}
         how |= {"one_round_steps": config.train.one_round_steps} if config.train.one_round_steps else {}
+        how |= {"hop_steps": config.train.hop_steps} if config.train.hop_steps else {}
         how |= {"leak_probe": True} if config.train.leak_probe else {}
     return how
 

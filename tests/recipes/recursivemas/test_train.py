@@ -17,7 +17,7 @@ from agentrl.recipes.recursivemas.evaluate import held_out_tasks
 from agentrl.recipes.recursivemas.link_folders import file_in, links_folder
 from agentrl.recipes.recursivemas.texts import with_random_answers
 from agentrl.recipes.recursivemas.train import _tasks
-from agentrl.recipes.recursivemas.training import history
+from agentrl.recipes.recursivemas.training import _how, history
 from agentrl.recipes.registry import VerbOptions, load_recipe, verb
 from agentrl.types import Task
 from agentrl.update.link_files import LinkSpec, load_link
@@ -443,6 +443,13 @@ def test_a_link_that_is_trained_again_says_by_what_it_was_trained_before(cli, ri
         assert told["outer-planner-critic"] == {**last, "before": [{**outer, "steps": 2, "start": "matched"}]}
     assert read_metadata(file_in(links_folder("b", "runs"), "inner-critic"))["training"] == told["inner-critic"]
     assert cli("recursivemas", "infer", "ring.yaml", "--links", "b", "--question", "What?").code == 0
+
+
+@pytest.mark.parametrize("key", ["hop_steps", "one_round_steps"])
+def test_a_link_says_how_many_steps_went_before_the_whole_recursion(ring, key):
+    told = [_how(load_recipe("ring.yaml", [f"recursivemas.train.{key}={n}"]).tree, "outer", 2) for n in (0, 1)]
+    assert told[1] == {**told[0], key: 1}
+    assert key not in told[0]
 
 
 def test_links_that_say_one_stage_alone_are_read_as_before():
