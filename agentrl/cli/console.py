@@ -6,6 +6,7 @@ libraries and child processes, goes to stderr. `--quiet` drops notes and progres
 
 from __future__ import annotations
 
+import errno
 import json as _json
 import os
 import re
@@ -176,9 +177,11 @@ def session(*, quiet: bool = False, json_output: bool = False, debug: bool = Fal
         code = 1
     except (SystemExit, typer.Exit, typer.Abort, typer.BadParameter) as error:
         passing = error
+    except OSError as error:
+        code, problems = _system_fault(error)
+        _trace(debug)
     except Exception as error:  # noqa: BLE001 - the outermost frame: every fault becomes one line and an exit code
-        text = " ".join(str(error).split())
-        code, problems = 1, [(f"{type(error).__name__}: {text[:500]}", "run again with --debug for the full trace")]
+        code, problems = 1, [_unexpected(error)]
         _trace(debug)
     finally:
         _MODE.reset(token)
@@ -187,6 +190,19 @@ def session(*, quiet: bool = False, json_output: bool = False, debug: bool = Fal
         raise passing
     if code:
         raise SystemExit(code)
+
+
+def _system_fault(error: OSError) -> tuple[int, list[tuple[str, str]]]:
+    """A path that is too long for the system is the user's own; everything else is unexpected."""
+    if error.errno != errno.ENAMETOOLONG:
+        return 1, [_unexpected(error)]
+    name = str(error.filename)
+    return 2, [(f"a path of {len(name)} characters is too long: {name[:60]}...", "give a shorter one")]
+
+
+def _unexpected(error: Exception) -> tuple[str, str]:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}", "run again with --debug for the full trace"
 
 
 def usage_fault(error: typer.TyperException, *, json_output: bool) -> None:

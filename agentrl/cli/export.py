@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from agentrl.cli import console
+from agentrl.config.paths import path_fault
 from agentrl.errors import ConfigError, MissingError, RunFailedError
 from agentrl.models.export import Dtype, export_folder
 from agentrl.run import read_manifest, whole_checkpoints
@@ -30,6 +31,9 @@ def export(
     """
     folder = _run_folder(run, runs)
     checkpoint = _checkpoint(folder, step)
+    if fault := path_fault(str(dest)):
+        cause, _, fix = fault.rpartition("; ")
+        raise ConfigError(f"DEST: {cause}", fix)
     if (checkpoint / "links").is_dir():
         if merge:
             raise ConfigError(f"--merge: {folder.name} trained links, and no adapter", "leave it out")
@@ -82,7 +86,7 @@ def _write_once_more(
 
 
 def _run_folder(run: str, runs: str) -> Path:
-    for place in (Path(run).expanduser(), Path(runs) / run):
+    for place in () if path_fault(run) else (Path(run).expanduser(), Path(runs) / run):
         if (place / "checkpoints").is_dir():
             return place
     raise ConfigError(f"RUN: there is no run {run!r}, neither a folder nor a name in {runs}", "name a run's folder")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from agentrl.config.paths import PathText
 from agentrl.config.section import Section
 
 
@@ -34,8 +35,10 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """A policy's model: a hub id, a folder, or an embedded name (`smollm2-135m`, `tiny-llama`, ...)."""
 
-    name: str
-    checkpoint: str | None = Field(None, description="a run, run@step or folder whose weights replace the model's own")
+    name: PathText
+    checkpoint: PathText | None = Field(
+        None, description="a run, run@step or folder whose weights replace the model's own"
+    )
     mode: Literal["full", "lora", "frozen"] = Field(
         "full", description="all weights are trained, an adapter on weights that policies of one model share, or none"
     )

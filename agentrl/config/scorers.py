@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from agentrl.config.paths import PathText
 from agentrl.config.section import Section
 
 
@@ -28,8 +29,8 @@ class ScorerConfig(Section):
     temperature: float | None = Field(0.0, ge=0, description="none: not sent, for models that refuse it")
     price: PriceConfig = PriceConfig()
     budget: float | None = Field(None, gt=0, description="US dollars; no call starts that might exceed it")
-    record: str | None = Field(None, description="JSON-lines file that every reply is appended to")
-    replay: str | None = Field(None, description="such a file: replies come from it and nothing is sent")
+    record: PathText | None = Field(None, description="JSON-lines file that every reply is appended to")
+    replay: PathText | None = Field(None, description="such a file: replies come from it and nothing is sent")
 
     @model_validator(mode="after")
     def _cost_and_record(self) -> ScorerConfig:

@@ -45,13 +45,14 @@ def shipped_name(text: str) -> str:
 
 def resolve_recipe(text: str) -> Path:
     """The file behind a path or a shipped name; a path wins. Raises `ConfigError` naming the nearest shipped one."""
-    path = Path(text).expanduser()
+    path = Path(text)
     try:
+        path = path.expanduser()
         if path.is_file():
             return path
         found = path.exists()
-    except (OSError, ValueError):
-        # A name too long for the file system, or one with a NUL, is no path; it may not be a name either.
+    except (OSError, ValueError, RuntimeError):
+        # A name too long for the file system, one with a NUL, or the home of nobody, is no path, and no name either.
         found = False
     shipped = shipped_recipes()
     name = shipped_name(text)

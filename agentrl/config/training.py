@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 from pydantic import Field, model_validator
 
+from agentrl.config.paths import PathText
 from agentrl.config.section import Section
 
 
@@ -77,7 +78,7 @@ class LaunchConfig(Section):
 
 class RunConfig(Section):
     name: str | None = None
-    dir: str = "runs"
+    dir: PathText = "runs"
     steps: int = Field(..., ge=0)
     seed: int = 0
     eval_every: int = Field(0, ge=0, description="0: before and after only")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from agentrl.config.paths import PathText
 from agentrl.config.section import Section
 
 
 class DatasetConfig(Section):
     """Tasks from a file or an embedded set. `columns` maps our names (id, question, answer) to the file's."""
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         None, description="a .jsonl, .json or .csv file, a folder laid out as DSBench, or the name of an embedded set"
     )
     split: str | None = Field(None, description="embedded sets and DSBench folders only")
@@ -48,9 +49,9 @@ class DataConfig(DatasetConfig):
 class SearchToolConfig(Section):
     """BM25 over a local corpus of JSON lines with `title` and `text`."""
 
-    corpus: str = Field(..., description="a .jsonl file, or the name of an embedded corpus")
+    corpus: PathText = Field(..., description="a .jsonl file, or the name of an embedded corpus")
     top_k: int = Field(10, ge=1)
-    index_dir: str | None = Field(None, description="where the index is kept; none: the user's cache folder")
+    index_dir: PathText | None = Field(None, description="where the index is kept; none: the user's cache folder")
     timeout_s: float = Field(30.0, gt=0)
 
 

@@ -14,7 +14,7 @@ from agentrl.protocols import Reward
 def named_function(key: str, target: str) -> Callable[..., Any]:
     """The function that `target` names. Raises `ConfigError` naming the key where there is none."""
     module, colon, name = target.partition(":")
-    if not colon:
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"{key}: {target!r} is neither built in nor module:function", "name it module:function")
     fix = "name it module:function, importable from here"
     try:

@@ -246,3 +246,29 @@ def test_a_closed_stdout_is_no_fault(closed):
     command = f'"{sys.executable}" -c "from agentrl.cli import app; app()" recipes list {closed}'
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("args", "cause"),
+    [
+        (["check", "~nobody-here/x.yaml"], "no such file"),
+        (["check", LONG], "no such file"),
+        (["check", "toy.yaml", "--set", f"data.path={LONG}"], "data.path: a path of 5000 characters, too long"),
+        (["check", "toy.yaml", "--set", 'data.path="a\\0b"'], "data.path: a path with a NUL"),
+        (["check", "toy.yaml", "--set", "data.path=~nobody-here/x"], "data.path: ~nobody-here is no user's home"),
+        (["check", "toy.yaml", "--set", "model.name=~nobody-here/x"], "model.name: ~nobody-here is no user's home"),
+        (["check", "toy.yaml", "--set", 'model.checkpoint=""'], "model.checkpoint: an empty path"),
+        (["check", "toy.yaml", "--set", f"run.dir={LONG}"], "run.dir: a path of 5000 characters"),
+        (["toy", "train", "toy.yaml", "--run-dir", "~nobody-here"], "run.dir: ~nobody-here is no user's home"),
+        (["toy", "train", "toy.yaml", "--from-rollouts", LONG], "a path of 5000 characters is too long"),
+        (["toy", "infer", "toy.yaml", "--input", LONG], "a path of 5000 characters is too long"),
+        (["check", "toy.yaml", "--set", "tools.search.corpus=~nobody-here"], "tools.search.corpus: ~nobody-here is no"),
+        (["export", "~nobody-here/run", "dest"], "RUN: there is no run"),
+        (["check", "toy.yaml", "--set", "tools.custom.x=..:x"], "tools.custom.x: '..:x'"),
+    ],
+)
+def test_a_path_that_no_system_can_look_up_is_a_config_fault(agentrl, args, cause):
+    two_lines(agentrl(*args), 2, cause)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.errors import ConfigError
+from agentrl.recipes.plugins import named_function
+
 TINY = ("model.name=tiny-llama", "model.dtype=float32", "engine.deterministic=true", "launch.threads=1")
 TRAIN = ("mars", "train", "mars-embedded", "--smoke")
 OWN = (*TINY, "data={path: tasks.jsonl}", "reward=parity_reward:parity", "rollout.questions_per_step=2")
@@ -134,3 +137,9 @@ def test_a_step_without_variance_changes_no_weight_and_says_so(cli, folder):
     assert done.code == 0, done
     assert done.json["policy_version"] == {"policy": 0}
     assert "step 1 trained nothing" in done.err
+
+
+@pytest.mark.parametrize("target", ["..:x", ":x", "a b:x", ".json:dumps", "json:", "json:du mps"])
+def test_a_function_of_the_users_that_no_module_can_hold_is_a_config_fault(target):
+    with pytest.raises(ConfigError, match="neither built in nor module:function"):
+        named_function("reward", target)

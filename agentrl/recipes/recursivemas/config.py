@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from agentrl.config.paths import PathText
 from agentrl.config.schema import Section
 from agentrl.recipes.recursivemas.graph import Edge, Graph
 from agentrl.recipes.recursivemas.prompts import slots_in
@@ -43,8 +44,8 @@ class RoleConfig(Section):
 class OfficialLinks(Section):
     """Folders of the released link files."""
 
-    outer: str = Field(..., description="the folder with outerlink_config.json")
-    inner: dict[str, str] = Field(..., description="agent -> the folder with its adapter files")
+    outer: PathText = Field(..., description="the folder with outerlink_config.json")
+    inner: dict[str, PathText] = Field(..., description="agent -> the folder with its adapter files")
     task: Literal["math", "code"] = "math"
 
 
@@ -92,7 +93,7 @@ class RecursiveConfig(Section):
     edges: tuple[EdgeConfig, ...] = Field((), description="custom: the graph")
     answer: Literal["boxed", "choice", "code", "short"] = Field("boxed", description="what {instruction} asks for")
     enable_thinking: bool | None = Field(False, description="the models' thinking switch, where their template has one")
-    links: str | None = Field(None, description="the folder of trained links, or a run; none: untrained ones")
+    links: PathText | None = Field(None, description="the folder of trained links, or a run; none: untrained ones")
     official: OfficialLinks | None = Field(None, description="released link files instead of `links`")
     allow_untrained: bool = Field(False, description="run with links of random weights")
     inner_form: LinkForm = "ln_res"
