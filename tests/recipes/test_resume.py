@@ -238,7 +238,7 @@ def test_a_run_whose_checkpoints_are_gone_starts_again_and_sets_the_old_steps_as
     done = cli(*ONE, "--steps", "1", "--resume", sets=PARITY)
     assert done.code == 0, done
     assert "no whole checkpoint is left in runs/r/checkpoints: training starts again at step 1" in done.err
-    assert "lie in runs/r/logs/before_attempt_2" in done.err
+    assert "lies in runs/r/logs/before_attempt_2" in done.err
     aside = run / "logs/before_attempt_2"
     assert ((aside / "metrics.jsonl").read_bytes(), (aside / "step_000001.jsonl").read_bytes()) == old
     assert [m["step"] for m in metrics(run)] == [1]
