@@ -83,7 +83,8 @@ def report(
     links = "trained" if loaded.links.trained else "untrained"
     say(
         f"rounds {args.rounds}, latent steps {args.latent_steps}, batch {args.batch}, threads "
-        f"{torch.get_num_threads()}, links {links}; best of {args.repeats}, warm; counts per question, wall seconds of all\n"
+        f"{torch.get_num_threads()}, links {links}; best of {args.repeats}, warm; "
+        "counts per question, wall seconds of all\n"
     )
     heads = ("row", "right", "message", "text tokens", "latent steps", "positions", "seconds")
     say(" ".join(f"{head:>13}" for head in heads) + "\n")
