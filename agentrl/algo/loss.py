@@ -89,3 +89,10 @@ def policy_loss(
         clipped_T=clipped_tokens(constant_T, advantages_T, eps_low, eps_high),
         active_T=active_T,
     )
+
+
+def cross_entropy_from_logprobs(logprobs_T: Tensor, weights_T: Tensor) -> Tensor:
+    """-sum_t weight_t * log p_t, a scalar. Tokens of weight 0 count nothing, even when NaN stands there."""
+    same_shape(logprobs_T=logprobs_T, weights_T=weights_T)
+    active_logprobs_T = torch.where(weights_T != 0, upcast(logprobs_T), 0.0)
+    return -(upcast(weights_T.detach()) * active_logprobs_T).sum()

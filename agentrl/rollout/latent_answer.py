@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from agentrl.algo.loss import cross_entropy_from_logprobs
 from agentrl.errors import ConfigError
 from agentrl.rollout.latent_attention import step_attention
 from agentrl.rollout.latent_backbone import Backbone, pad_prompts, positions_of
@@ -103,7 +104,7 @@ def text_logprobs(backbone: Backbone, states: TextStates) -> Tensor:
 
 def text_loss(logprobs_BT: Tensor, states: TextStates) -> Tensor:
     """Cross-entropy: the mean over all text tokens of the batch."""
-    return -logprobs_BT.sum() / states.mask_BT.sum()
+    return cross_entropy_from_logprobs(logprobs_BT, states.mask_BT) / states.mask_BT.sum()
 
 
 def _logprobs(backbone: Backbone, hidden_ND: Tensor, ids_N: Tensor) -> Tensor:

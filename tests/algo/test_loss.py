@@ -11,6 +11,7 @@ from agentrl.algo.advantage import group_advantages
 from agentrl.algo.loss import (
     clipped_surrogate,
     clipped_tokens,
+    cross_entropy_from_logprobs,
     policy_loss,
 )
 
@@ -190,6 +191,14 @@ def test_bfloat16_logprobs_are_subtracted_and_summed_in_float32() -> None:
     assert float(out.logratio_T[0]) == 3.99609375
     assert out.loss.dtype == torch.float32
     assert float(out.loss.detach()) == pytest.approx(math.exp(3.99609375), rel=1e-5)
+
+
+def test_cross_entropy_is_the_weighted_negative_logprob_without_masked_tokens() -> None:
+    logprobs_T = torch.tensor([-1.0, math.nan, -3.0], requires_grad=True)
+    loss = cross_entropy_from_logprobs(logprobs_T, torch.tensor([0.5, 0.0, 0.5]))
+    assert float(loss.detach()) == pytest.approx(2.0)
+    (gradient_T,) = torch.autograd.grad(loss, logprobs_T)
+    assert gradient_T.tolist() == [-0.5, 0.0, -0.5]
 
 
 def test_an_empty_clip_range_is_refused() -> None:
