@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import load_system
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from held_out import QUESTIONS, ROUNDS, STEPS, TEXT_TOKENS
 
 MODELS = {
     "planner": "tiny-gemma3",
@@ -77,3 +83,21 @@ def make_system(make_recipe):
         return recipe, cache[style]
 
     return make
+
+
+@pytest.fixture
+def make_held_out(make_recipe, tmp_path):
+    """A greedy recipe over three questions, on tiny models; keyword arguments are the method's keys."""
+
+    def build(style="sequential_light", sampling=None, rows=QUESTIONS, **own):
+        file = tmp_path / "held_out.jsonl"
+        file.write_text("".join(json.dumps({"id": i, "question": q, "answer": a}) + "\n" for i, q, a in rows), "utf-8")
+        own = {"rounds": ROUNDS, "latent_steps": STEPS, "answer": "short", **own}
+        data = make_recipe(style, **own).model_dump(mode="json", exclude_unset=True)
+        data |= {"run": {"steps": 0, "dir": str(tmp_path / "runs")}, "launch": {"threads": 1}}
+        data["data"] = {"path": str(file)}
+        for agent in data["agents"].values():
+            agent["sampling"] |= {"temperature": 0.0, "max_tokens": TEXT_TOKENS, **(sampling or {})}
+        return RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
+
+    return build

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
+from held_out import MESSAGE, QUESTIONS, ROLLOUTS, ROUNDS, STEPS, TEXT_TOKENS, records
 
-from agentrl.errors import ConfigError, DataError
-from agentrl.recipes.recursivemas.comparison import Measured, compare, reductions, strict_items
+from agentrl.recipes.recursivemas.comparison import reductions
 from agentrl.recipes.recursivemas.config import CONTROLS
-from agentrl.recipes.recursivemas.evaluate import evaluate, held_out_tasks
+from agentrl.recipes.recursivemas.evaluate import evaluate
 from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.registry import Silence, VerbOptions, load_recipe
-from agentrl.types import Embeddings, Score, ScoredTrajectory, Task, Trajectory
-
-QUESTIONS = [
-    ("a", "How many apples are left?", "3"),
-    ("b", "What is the capital?", "4"),
-    ("c", "Who lives there?", "5"),
-]
-TEXT_TOKENS, MESSAGE, STEPS, ROUNDS = 6, 5, 4, 2
-ROLLOUTS = 3 * ROUNDS - 1
-
-
-@pytest.fixture
-def make(make_recipe, tmp_path):
-    """A greedy recipe over three questions, on tiny models; keyword arguments are the method's keys."""
-
-    def build(style="sequential_light", sampling=None, rows=QUESTIONS, **own):
-        file = tmp_path / "held_out.jsonl"
-        file.write_text("".join(json.dumps({"id": i, "question": q, "answer": a}) + "\n" for i, q, a in rows), "utf-8")
-        own = {"rounds": ROUNDS, "latent_steps": STEPS, "answer": "short", **own}
-        data = make_recipe(style, **own).model_dump(mode="json", exclude_unset=True)
-        data |= {"run": {"steps": 0, "dir": str(tmp_path / "runs")}, "launch": {"threads": 1}}
-        data["data"] = {"path": str(file)}
-        for agent in data["agents"].values():
-            agent["sampling"] |= {"temperature": 0.0, "max_tokens": TEXT_TOKENS, **(sampling or {})}
-        return RecursiveRecipe.model_validate_json(json.dumps(data), strict=True)
-
-    return build
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +38,6 @@ def result(tmp_path_factory, make_recipe):
     return evaluate(recipe, VerbOptions())
 
 
-def _records(result, name):
-    run = Path(result["run"])
-    path = run / ("trajectories/step_000000.jsonl" if name == "ring" else f"evals/{name}.jsonl")
-    return {r["task_id"]: r for r in map(json.loads, path.read_text("utf-8").splitlines())}
-
-
 def test_t25_one_command_gives_the_ring_and_every_control_side_by_side(result):
     assert list(result["controls"]) == ["ring", *CONTROLS]
     for name, row in result["controls"].items():
@@ -80,7 +45,7 @@ def test_t25_one_command_gives_the_ring_and_every_control_side_by_side(result):
         assert set(row["strict"]["items"]) == {"a", "b", "c"}
         assert row["f1"]["n"] == 3
         assert ("difference" in row) == (name != "ring")
-        assert set(_records(result, name)) == {"a", "b", "c"}
+        assert set(records(result, name)) == {"a", "b", "c"}
     assert result["controls"]["text"]["difference"]["n"] == 3
     assert result["eval"] == result["controls"]["ring"]["strict"]
     assert result["links"]["trained"] is False
@@ -90,7 +55,7 @@ def test_t25_one_command_gives_the_ring_and_every_control_side_by_side(result):
 
 
 def test_t25_the_text_team_hears_texts_where_the_ring_hears_latents(result):
-    text, ring = _records(result, "text"), _records(result, "ring")
+    text, ring = records(result, "text"), records(result, "ring")
     for name in "abc":
         turns = text[name]["turns"]
         assert [(t["turn"], t["agent"]) for t in turns] == [
@@ -118,7 +83,7 @@ def test_t26_costs_match_hand_counts_and_are_kept_apart(result):
     assert team["latent_steps_per_question"] == 0
     assert team["text_tokens_per_question"] == ROLLOUTS * MESSAGE + TEXT_TOKENS
     assert (team["tokens_per_message"], team["messages_per_question"]) == (MESSAGE, ROLLOUTS)
-    ring = _records(result, "ring")
+    ring = records(result, "ring")
     prompts = sum(r["counts"]["prompt_positions"] for r in ring.values())
     reused = sum(r["counts"]["reused_positions"] for r in ring.values())
     assert reused > 0
@@ -129,9 +94,9 @@ def test_t26_costs_match_hand_counts_and_are_kept_apart(result):
 
 
 def test_t26_the_text_team_computes_what_it_reads_once_and_what_it_writes(result):
-    records = _records(result, "text")
+    team = records(result, "text")
     saved = 0
-    for record in records.values():
+    for record in team.values():
         counts, turns = record["counts"], record["turns"]
         assert counts["prompt_positions"] == sum(t["prompt_tokens"] for t in turns)
         fed_back = ROLLOUTS * (MESSAGE - 1) + TEXT_TOKENS - 1
@@ -165,89 +130,27 @@ def test_t27_the_seconds_of_the_stages_add_up_to_the_wall_time_with_load_apart(r
     assert wall + whole["load"] + whole["warm_up"] + whole["grading"] <= whole["total"] + 0.01
 
 
-def test_t29_two_evaluations_give_equal_texts_and_counts(make):
-    recipe = make(controls=("text", "shuffled"), text_team={"max_tokens": 3})
+def test_t29_two_evaluations_give_equal_texts_and_counts(make_held_out):
+    recipe = make_held_out(controls=("text", "shuffled"), text_team={"max_tokens": 3})
     first, second = (evaluate(recipe, VerbOptions()) for _ in range(2))
     for name in ("ring", "text", "shuffled"):
-        one, other = _records(first, name), _records(second, name)
+        one, other = records(first, name), records(second, name)
         for task in one:
             assert [t["token_ids"] for t in one[task]["turns"]] == [t["token_ids"] for t in other[task]["turns"]]
             assert one[task]["counts"] == other[task]["counts"]
 
 
 @pytest.mark.parametrize("style", ["mixture", "distillation"])
-def test_t25_other_graphs_have_the_same_controls(make, style):
-    result = evaluate(make(style, controls="all", text_team={"max_tokens": 3, "exact": True}), VerbOptions())
+def test_t25_other_graphs_have_the_same_controls(make_held_out, style):
+    result = evaluate(make_held_out(style, controls="all", text_team={"max_tokens": 3, "exact": True}), VerbOptions())
     per_round = {"mixture": 4, "distillation": 2}[style]
     messages = per_round * ROUNDS - 1
     assert result["controls"]["text"]["messages_per_question"] == messages
     assert result["controls"]["ring"]["latent_steps_per_question"] == messages * STEPS
 
 
-def test_t25_a_message_changes_what_the_decoder_hears(make, make_system):
-    """The channel of the text team is causal: with other words in the question of one agent, prompts differ."""
-    from agentrl.recipes.recursivemas.text_team import TextTeam
-
-    recipe = make(text_team={"max_tokens": 4}, controls=("text",))
-    _, loaded = make_system()
-    written = TextTeam(recipe, loaded).write([Task("a", QUESTIONS[0][1])], "eval")
-    chat = loaded.system.agents["solver"].chat
-    last = written.stages[-1].actions[0]
-    assert last.agent == "critic"
-    assert last.text.strip() in chat.format.decode(written.prompts[0].ids)
-    assert not any(isinstance(s, Embeddings) for s in written.prompts[0].segments)
-
-
-def test_t25_messages_of_natural_length_end_where_the_writer_ends(make, make_system):
-    from agentrl.recipes.recursivemas.text_team import TextTeam
-
-    _, loaded = make_system()
-    tasks = [Task(i, q) for i, q, _ in QUESTIONS]
-    ends = loaded.policies["planner"].eos_ids
-    for own, exact in (({"max_tokens": 40}, False), ({"max_tokens": 40, "exact": True}, True)):
-        recipe = make(text_team=own, controls=("text",), sampling={"temperature": 1.0})
-        stages = TextTeam(recipe, loaded).write(tasks, "eval").stages
-        ids = [a.completion.ids for s in stages if s.agent == "planner" for a in s.actions]
-        assert all(not set(i[:-1]) & set(ends) for i in ids)
-        if exact:
-            assert all(len(i) == 40 and i[-1] not in ends for i in ids)
-    natural = make(controls=("text",), sampling={"max_tokens": 7})
-    lengths = [len(a.completion.ids) for s in TextTeam(natural, loaded).write(tasks, "eval").stages for a in s.actions]
-    assert max(lengths) == 7
-
-
-def test_messages_that_do_not_fit_a_window_are_cut_and_counted(make, make_system):
-    from agentrl.recipes.recursivemas.text_team import TextTeam
-
-    _, loaded = make_system()
-    recipe = make(controls=("text",), sampling={"max_tokens": 400}, rounds=1)
-    narrow = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 420})})
-    written = TextTeam(narrow, loaded).write([Task("a", QUESTIONS[0][1])], "eval")
-    assert written.cut[0] > 0
-    assert len(written.prompts[0]) < 420
-    assert all(len(a.request.prompt) + len(a.completion.ids) <= 420 for s in written.stages for a in s.actions)
-
-
-def test_a_prompt_beyond_the_engines_length_is_refused_and_cuts_no_message_from_the_end(make, make_system):
-    from agentrl.recipes.recursivemas.infer import refuse_long
-    from agentrl.recipes.recursivemas.text_team import TextTeam
-
-    _, loaded = make_system()
-    recipe = make(controls=("text",))
-    narrow = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"max_model_len": 8})})
-    task = Task("a", QUESTIONS[0][1])
-    with pytest.raises(DataError, match="is 8"):
-        refuse_long(narrow, loaded, [task])
-    team, graph = TextTeam(narrow, loaded), recipe.recursivemas.graph
-    edge = next(e for e in graph.incoming(graph.decoder, 1))
-    (asked,) = team._asked(graph.decoder, 1, [task], {edge: ("one two three four",)})
-    (empty,) = team._asked(graph.decoder, 1, [task], {edge: ("",)})
-    assert asked.prompt.ids == empty.prompt.ids
-    assert asked.cut == len(loaded.system.agents[graph.decoder].chat.format.encode_world("one two three four"))
-
-
-def test_pass_at_k_counts_any_answer_and_latents_once(make):
-    recipe = make(decodes=4, sampling={"temperature": 1.0}, controls=("text",), text_team={"max_tokens": 3})
+def test_pass_at_k_counts_any_answer_and_latents_once(make_held_out):
+    recipe = make_held_out(decodes=4, sampling={"temperature": 1.0}, controls=("text",), text_team={"max_tokens": 3})
     result = evaluate(recipe, VerbOptions())
     row = result["controls"]["ring"]
     assert row["latent_steps_per_question"] == ROLLOUTS * STEPS
@@ -263,102 +166,14 @@ def test_pass_at_k_counts_any_answer_and_latents_once(make):
     assert team["messages_per_question"] == ROLLOUTS
 
 
-def _scored(task: Task, values, answers=None) -> list[ScoredTrajectory]:
-    return [
-        ScoredTrajectory(Trajectory(f"{task.id}/{g}", task, g, (), (answers or {}).get(g), "ok"), Score(v), ())
-        for g, v in enumerate(values)
-    ]
-
-
-def test_pass_at_k_of_missing_scores_is_missing_unless_one_is_right():
-    a, b, c = (Task(i, "?", ("x",)) for i in "abc")
-    scored = [*_scored(a, [0.0, 1.0]), *_scored(b, [0.0, None]), *_scored(c, [None, 1.0])]
-    assert strict_items(scored) == {"a": 1.0, "b": None, "c": 1.0}
-
-
-def test_t28_both_measures_stand_side_by_side(make):
-    rows = [("a", "How many?", "1/3"), ("b", "And now?", "2.9"), ("c", "Then?", "7")]
-    recipe = make(answer="boxed", rows=rows)
-    tasks = held_out_tasks(recipe)
-    texts = {"a": r"\boxed{1/2}", "b": r"\boxed{2.1}", "c": r"\boxed{7}"}
-    measured = _graded_as(recipe, tasks, texts)
-    row = compare(recipe, [measured])["ring"]
-    assert row["strict"]["items"] == {"a": 0.0, "b": 0.0, "c": 1.0}
-    assert row["lenient"]["items"] == {"a": 1.0, "b": 1.0, "c": 1.0}
-
-
-def test_t28_an_unparsable_choice_counts_as_a_in_lenient_alone(make):
-    rows = [("a", "Which?\nA. x\nB. y", "A"), ("b", "Which one?\nA. x\nB. y", "B")]
-    recipe = make(answer="choice", rows=rows)
-    measured = _graded_as(recipe, held_out_tasks(recipe), {"a": "I do not know", "b": "No idea"})
-    row = compare(recipe, [measured])["ring"]
-    assert row["strict"]["items"] == {"a": 0.0, "b": 0.0}
-    assert row["lenient"]["items"] == {"a": 1.0, "b": 0.0}
-
-
-def _graded_as(recipe, tasks, texts) -> Measured:
-    """What the decoder is taken to have written, read and graded by the real parts."""
-    from agentrl.recipes.recursivemas.held_out import grade
-    from agentrl.recipes.recursivemas.infer import Answered, trajectories
-    from agentrl.recipes.recursivemas.tool_loop import Said
-    from agentrl.recipes.rewards import open_reward
-    from agentrl.types import Action, Completion, Key, Prompt, Request, Sampling
-
-    completion = Completion((1,), (0.0,), (False,), (False,), "stop", 0)
-    asked = {t.id: Request("p", Prompt.of([1]), Sampling(), Key("eval", 0, t.id, 0, 1, 2)) for t in tasks}
-    said = tuple(Said((Action("solver", asked[t.id], completion, texts[t.id]),)) for t in tasks)
-    batch = Answered(tuple(tasks), (said,), (), 0.0, 0.0, 0)
-
-    async def run():
-        async with open_reward(recipe.grader) as reward:
-            return await grade(reward, trajectories(recipe, batch))
-
-    return Measured("ring", (batch,), tuple(asyncio.run(run())), 0.0)
-
-
-def test_without_a_text_team_there_is_nothing_to_reduce(make):
-    result = evaluate(make(controls=("none",)), VerbOptions())
+def test_without_a_text_team_there_is_nothing_to_reduce(make_held_out):
+    result = evaluate(make_held_out(controls=("none",)), VerbOptions())
     assert result["reductions"] is None
     assert reductions({"ring": {}}) is None
     assert result["text_team"] is None
 
 
-@pytest.mark.parametrize(
-    ("own", "fault"),
-    [
-        ({"controls": ("none", "none")}, "a name stands there twice"),
-        ({"text_team": {"max_tokens": 4}}, "has no effect without the control text"),
-        ({"controls": "all", "text_team": {"exact": True}}, "has no effect without max_tokens"),
-        ({"decodes": 2}, "greedy answers are all the same"),
-    ],
-)
-def test_settings_without_effect_are_refused(make, own, fault):
-    with pytest.raises(ValidationError, match=fault):
-        make(**own)
-
-
-def test_answers_that_are_too_much_alike_to_shuffle_are_refused_before_anything_loads(make):
-    rows = [(i, q, "same") for i, q, _ in QUESTIONS]
-    with pytest.raises(DataError, match="3 of 3 answers are equal"):
-        evaluate(make(controls=("shuffled",), rows=rows), VerbOptions())
-
-
-def test_untrained_links_are_refused_and_a_benchmark_must_fit_the_form_of_answers(make, tmp_path):
-    with pytest.raises(ConfigError, match="untrained links carry nothing"):
-        evaluate(make(allow_untrained=False), VerbOptions())
-    recipe = make()
-    file = tmp_path / "gsm.jsonl"
-    file.write_text(json.dumps({"question": "?", "answer": "#### 1"}) + "\n")
-    data = recipe.data.model_copy(update={"path": str(file), "format": "gsm8k"})
-    with pytest.raises(ConfigError, match=r"have the form boxed, recursivemas\.answer is short"):
-        held_out_tasks(recipe.model_copy(update={"data": data}))
-    boxed = recipe.model_copy(
-        update={"data": data, "recursivemas": recipe.recursivemas.model_copy(update={"answer": "boxed"})}
-    )
-    assert held_out_tasks(boxed)[0].references == ("1",)
-
-
-def test_a_benchmark_whose_published_numbers_count_several_answers_says_so(make, tmp_path):
+def test_a_benchmark_whose_published_numbers_count_several_answers_says_so(make_held_out, tmp_path):
     class Notes(Silence):
         def __init__(self):
             self.notes = []
@@ -368,7 +183,7 @@ def test_a_benchmark_whose_published_numbers_count_several_answers_says_so(make,
 
     file = tmp_path / "aime.jsonl"
     file.write_text(json.dumps({"problem": "Find n.", "answer": 7}) + "\n")
-    recipe = make(answer="boxed", rounds=1)
+    recipe = make_held_out(answer="boxed", rounds=1)
     data = recipe.data.model_copy(update={"path": str(file), "format": "aime2025"})
     told = Notes()
     evaluate(recipe.model_copy(update={"data": data}), VerbOptions(progress=told))
@@ -396,15 +211,8 @@ def test_t25_the_embedded_model_races_the_text_team_on_the_same_graph(tmp_path):
         seconds = rows[name]["seconds"]
         parts = sum(seconds["stages"].values()) + seconds["decode"]
         assert parts == pytest.approx(seconds["wall"], rel=0.02, abs=0.01)
-        one, other = _records(first, name), _records(second, name)
+        one, other = records(first, name), records(second, name)
         assert [one[t]["turns"][-1]["text"] for t in one] == [other[t]["turns"][-1]["text"] for t in one]
-
-
-def test_a_training_recipe_is_not_evaluated_on_what_it_trains_on(make):
-    recipe = make()
-    trains = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 3})})
-    with pytest.raises(DataError, match=r"data.eval.path: no held-out set"):
-        held_out_tasks(trains)
 
 
 @pytest.fixture(autouse=True)
