@@ -114,6 +114,10 @@ def _recipe(recipe: BaseRecipe) -> Iterator[Finding]:
             yield Finding(
                 "error", key, f"{target!r}: {why}", "name it module:function; the current folder is searched too"
             )
+    runs = Path(recipe.run.dir)
+    file = next((place for place in (runs, *runs.parents) if place.exists() and not place.is_dir()), None)
+    if file is not None:
+        yield Finding("error", "run.dir", f"{file} is a file, no folder for runs", "name a folder, new or there")
     for level, key, text in recipe.findings():
         if level not in ("error", "missing", "warning", "info"):
             raise ValueError(f"unknown level {level!r} of a finding")

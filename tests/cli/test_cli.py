@@ -267,6 +267,8 @@ LONG = "a" * 5000
         (["toy", "infer", "toy.yaml", "--input", LONG], "a path of 5000 characters is too long"),
         (["check", "toy.yaml", "--set", "tools.search.corpus=~nobody-here"], "tools.search.corpus: ~nobody-here is no"),
         (["export", "~nobody-here/run", "dest"], "RUN: there is no run"),
+        (["toy", "train", "toy.yaml", "--run-dir", "tasks.jsonl"], "run.dir: tasks.jsonl is a file"),
+        (["check", "toy.yaml", "--set", "run.dir=tasks.jsonl/x"], "run.dir: tasks.jsonl is a file"),
         (["check", "toy.yaml", "--set", "tools.custom.x=..:x"], "tools.custom.x: '..:x'"),
     ],
 )
