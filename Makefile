@@ -6,7 +6,7 @@ SHELL := bash
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p))))
 GPU ?=
 TORCH_INDEX ?=
-DATA ?= ../shared/data
+DATA ?=
 RECIPE ?= recipes/mars-embedded.yaml
 BIN := .venv/bin
 WITH_GPU := $(filter-out 0,$(GPU))
@@ -47,7 +47,7 @@ demo: setup ## train the embedded recipe on the CPU and print the held-out score
 	$(BIN)/agentrl mars train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S)
 
 test: setup ## the offline tests on the CPU; CI=true runs the slow ones too
-	$(BIN)/python -m pytest -m "$(MARKERS)" --data-dir="$(DATA)" $(ARGS)
+	$(BIN)/python -m pytest -m "$(MARKERS)" $(if $(DATA),--data-dir="$(DATA)") $(ARGS)
 
 lint: setup ## ruff, format and the layering contracts
 	$(BIN)/ruff check .

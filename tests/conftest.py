@@ -17,15 +17,15 @@ settings.load_profile("agentrl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--data-dir", default="../shared/data", help="folder of public data sets; their tests skip without it"
-    )
+    parser.addoption("--data-dir", default=None, help="folder of public data sets; their tests skip without it")
 
 
 @pytest.fixture(scope="session")
 def data_dir(request: pytest.FixtureRequest) -> Path:
     """The folder of real public data sets; tests that need it are skipped where it is absent."""
-    path = (request.config.invocation_params.dir / request.config.getoption("--data-dir")).resolve()
-    if not path.is_dir():
-        pytest.skip(f"no real data at {path}: pass --data-dir")
+    given = request.config.getoption("--data-dir")
+    if given is None:
+        pytest.skip("no folder of real data: pass --data-dir")
+    path = (request.config.invocation_params.dir / given).resolve()
+    assert path.is_dir(), f"--data-dir: there is no folder {path}"
     return path

@@ -148,7 +148,7 @@ def models_prepare_command(name: NameArgument, json_output: JsonOption = False, 
         _leave(models_prepare(name, json_output))
 
 
-@data_app.command("list", help="Embedded data sets.")
+@data_app.command("list", help="Embedded data sets and public benchmarks.")
 def data_list_command(json_output: JsonOption = False, debug: DebugOption = False) -> None:
     with console.session(json_output=json_output, debug=debug):
         from agentrl.cli.data import data_list

@@ -53,7 +53,10 @@ _FromRolloutsOption = Annotated[
     Path | None, typer.Option("--from-rollouts", metavar="DIR", help="Train on recorded rollouts.")
 ]
 _CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="RUN|DIR[@STEP]", help="Alias of model.checkpoint.")
+    str | None,
+    typer.Option(
+        "--checkpoint", metavar="RUN|DIR[@STEP]", help="Alias of model.checkpoint; recursivemas: of recursivemas.links."
+    ),
 ]
 _RunDirOption = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Alias of run.dir.")]
 _NameOption = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Alias of run.name.")]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from agentrl.cli import console
 
 
 def recipes_list(json_output: bool = False) -> None:
-    """Print each shipped recipe with its method and the first line of its comment."""
+    """Print each shipped recipe with its method and the first sentence of its comment."""
     from agentrl.config.shipped import shipped_recipes
 
     rows = [(name, *_method_and_title(path)) for name, path in shipped_recipes().items()]
@@ -19,10 +20,12 @@ def recipes_list(json_output: bool = False) -> None:
 
 
 def _method_and_title(path: Path) -> tuple[str, str]:
+    """The first sentence of a recipe's first comment, however its lines are broken."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    titles = [line.lstrip("# ").strip() for line in lines if line.startswith("#")]
+    comments = [line.lstrip("# ").strip() for line in lines if line.startswith("#")]
     methods = [line.removeprefix("method:").split("#")[0].strip() for line in lines if line.startswith("method:")]
-    return (methods or ["?"])[0], next((title for title in titles if title), "")
+    first, _, _ = " ".join(takewhile(bool, dropwhile(lambda line: not line, comments))).partition(". ")
+    return (methods or ["?"])[0], first.rstrip(".")
 
 
 def recipes_show(name: str) -> None:
