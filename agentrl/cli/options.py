@@ -54,9 +54,7 @@ _FromRolloutsOption = Annotated[
 ]
 _CheckpointOption = Annotated[
     str | None,
-    typer.Option(
-        "--checkpoint", metavar="RUN|DIR[@STEP]", help="Alias of model.checkpoint; recursivemas: of recursivemas.links."
-    ),
+    typer.Option("--checkpoint", metavar="RUN|DIR[@STEP]", help="Alias of model.checkpoint, or recursivemas.links."),
 ]
 _RunDirOption = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Alias of run.dir.")]
 _NameOption = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Alias of run.name.")]
