@@ -84,7 +84,7 @@ class RecursiveConfig(Section):
     """The method's own switches."""
 
     style: StyleName = "sequential_light"
-    rounds: int = Field(3, ge=1, description="recursion rounds")
+    rounds: int = Field(3, ge=1, le=1000, description="recursion rounds")
     latent_steps: int = Field(32, ge=0, description="latent steps of each rollout; 0: the agents communicate nothing")
     decoder: str | None = Field(None, description="custom: the agent that writes the answer")
     roles: dict[str, RoleConfig] = Field(
@@ -135,8 +135,7 @@ class RecursiveConfig(Section):
             raise ValueError(f"train.round_weights: {len(weights)} weights for {self.rounds} rounds")
         if self.rounds == 1 and self.train.one_round_steps:
             raise ValueError("train.one_round_steps: has no effect with rounds: 1")
-        if self.train.hop_steps and not self._others_hear():
-            raise ValueError("train.hop_steps: has no effect: in those steps nobody but the decoder hears anyone")
+        self._check_hops()
         odd = sorted(set(self.train.targets or ()) - set(self.graph.agents))
         if odd:
             raise ValueError(f"train.targets.{odd[0]}: style {self.style} has the roles {', '.join(self.graph.agents)}")
@@ -155,11 +154,24 @@ class RecursiveConfig(Section):
         self._check_start()
         return self
 
-    def _others_hear(self) -> bool:
-        """Whether an agent other than the decoder thinks about a block while hops are trained."""
+    def _check_hops(self) -> None:
+        train = self.train
+        if not train.hop_steps:
+            return
+        if not self.hearers:
+            raise ValueError("train.hop_steps: has no effect: in those steps nobody but the decoder hears anyone")
+        idle = sorted(set(train.targets or ()) - self.hearers - {self.graph.decoder})
+        if train.stage == "outer" and idle and idle[0] in self.graph.agents:
+            raise ValueError(f"train.targets.{idle[0]}: has no effect: it hears nobody in the hop_steps")
+
+    @property
+    def hearers(self) -> frozenset[str]:
+        """Agents other than the decoder that think about a block while hops are trained."""
+        if not self.train.hop_steps:
+            return frozenset()
         graph, rounds = self.graph, self.rounds if self.train.hop_steps > self.train.one_round_steps else 1
         at_work = [(name, r) for r in range(1, rounds + 1) for name in graph.working(r, rounds)]
-        return any(graph.incoming(name, r) for name, r in at_work if name != graph.decoder)
+        return frozenset(name for name, r in at_work if name != graph.decoder and graph.incoming(name, r))
 
     def _check_start(self) -> None:
         """A start sets what only some forms have, and what is not set again."""

@@ -49,10 +49,9 @@ class Texts:
 def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, str]:
     """Agent -> where its known text comes from. The decoder's is the answer; without a column, so is another's.
 
-    Raises `DataError` where a column that the recipe names is missing in a row, or where `teacher_forced` would read
-    the answer for want of a column.
+    Raises `DataError` where a column that the recipe names is missing in a row, or where `teacher_forced` or a hop
+    would take the answer for want of a column.
     """
-    decoder = config.graph.decoder
     named = config.train.targets
     usual = {
         agent: column
@@ -68,14 +67,20 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
                 f"{column!r}, {lacking[0]!r} first",
                 "name another column, or answer",
             )
-    if config.train.form == "teacher_forced":
-        for agent in config.graph.agents:
-            if agent != decoder and sources[agent] == ANSWER and (named or {}).get(agent) != ANSWER:
-                raise DataError(
-                    f"recursivemas.train.form: teacher_forced reads a known text of {agent}, and the data have none",
-                    f"name its column: --set recursivemas.train.targets.{agent}=COLUMN (or answer, which leaks it)",
-                )
+    for agent, why in _readers(config).items():
+        if sources[agent] == ANSWER and (named or {}).get(agent) != ANSWER:
+            raise DataError(
+                f"recursivemas.train.{why} a known text of {agent}, and the data have none",
+                f"name its column: --set recursivemas.train.targets.{agent}=COLUMN (or answer, which leaks it)",
+            )
     return sources
+
+
+def _readers(config: RecursiveConfig) -> dict[str, str]:
+    """Agents whose known texts stage 2 reads, the decoder aside, and what reads them."""
+    if config.train.form == "teacher_forced":
+        return {a: "form: teacher_forced reads" for a in config.graph.agents if a != config.graph.decoder}
+    return {a: "hop_steps: a hop is trained on" for a in config.graph.agents if a in config.hearers}
 
 
 def read_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -> Texts:

@@ -91,7 +91,8 @@ async def train_step(t: LinkTraining, step: int) -> None:
 
 @dataclass(slots=True)
 class Done:
-    """What a step computed before its update. `ratios`: by link, output norm over the receiver's mean token norm."""
+    """What a step computed before its update. `loss`: in stage 2 the answer's; `losses`: by agent, of its inner link or
+    of its hop. `ratios`: by link, output norm over the receiver's mean token norm."""
 
     loss: float = 0.0
     text_tokens: int = 0
@@ -151,13 +152,13 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
             hops=hops,
         )
         loss = out.loss * (sum(map(len, answers)) / total)
+        done.loss += loss.item()
         for name, hop in out.hops.items():
             share = hop * (sum(map(len, known[name])) / sum(map(len, t.texts.of(name, tasks))))
             done.losses[name] = done.losses.get(name, 0.0) + share.item()
             loss = loss + share
             done.text_tokens += sum(map(len, known[name]))
         loss.backward()
-        done.loss += loss.item()
         done.text_tokens += sum(map(len, answers))
         done.positions += out.read
         for stage in out.stages:

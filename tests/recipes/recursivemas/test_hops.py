@@ -95,3 +95,10 @@ def test_hops_where_only_the_decoder_hears_are_refused(make_recipe):
     with pytest.raises(ValueError, match=r"train\.hop_steps: has no effect"):
         make_recipe("distillation", rounds=2, train={"hop_steps": 3, "one_round_steps": 3})
     make_recipe("distillation", rounds=2, train={"hop_steps": 4, "one_round_steps": 3})
+
+
+def test_a_text_of_an_agent_that_hears_nobody_in_the_hop_steps_is_refused(make_recipe):
+    own = {"hop_steps": 3, "one_round_steps": 3, "targets": {"critic": "answer", "planner": "answer"}}
+    with pytest.raises(ValueError, match=r"train\.targets\.planner: has no effect: it hears nobody in the hop_steps"):
+        make_recipe(train=own)
+    make_recipe(train={**own, "hop_steps": 4})

@@ -177,18 +177,21 @@ def test_both_stages_in_one_run_make_links_that_need_no_leave(cli, ring):
     assert sample.json["answers"][0]["question"] == "What does box 12 hold?"
 
 
-def test_t20_parts_of_a_batch_add_up_to_the_batch(ring):
+@pytest.mark.parametrize("hops", [0, 1])
+def test_t20_parts_of_a_batch_add_up_to_the_batch(ring, hops):
     moved = []
     for number, micro in enumerate(("null", "1")):
         sets = [
             f"recursivemas.train.micro_batch={micro}",
+            f"recursivemas.train.hop_steps={hops}",
             *("recursivemas.train.batch=4", "run.steps=1", "data.eval.path=null", f"run.name=r{number}"),
         ]
         verb("recursivemas", "train")(load_recipe("ring.yaml", sets).tree, VerbOptions())
         [step] = rows(ring / f"runs/r{number}/metrics.jsonl")
         moved.append((step, load_file(ring / f"runs/r{number}/checkpoints/latest/trainer/links_moments.safetensors")))
     (whole, first), (parts, second) = moved
-    for key in ("loss", "grad_norm", "recursivemas/grad_norm_round_1", "recursivemas/grad_norm_round_2"):
+    hop_losses = ("recursivemas/planner/loss", "recursivemas/critic/loss") if hops else ()
+    for key in ("loss", "grad_norm", "recursivemas/grad_norm_round_1", "recursivemas/grad_norm_round_2", *hop_losses):
         assert parts[key] == pytest.approx(whole[key], rel=1e-5)
     for key in ("recursivemas/latent_steps", "recursivemas/text_tokens", "recursivemas/positions"):
         assert parts[key] == whole[key]
@@ -252,6 +255,43 @@ def test_a_known_text_that_the_window_does_not_hold_is_refused_before_step_1(cli
     done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", sets=sets)
     done.two_lines(4, "data.path: question long: agent", "max_text_tokens")
     assert not (ring / "runs/r/metrics.jsonl").exists()
+
+
+def test_a_hops_text_that_the_window_does_not_hold_is_refused_before_step_1(cli, ring):
+    lines = rows(ring / "train.jsonl")
+    lines[3]["refined_plan"] = "many words " * 1500
+    (ring / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sets = ("recursivemas.train.hop_steps=1", "recursivemas.train.max_text_tokens=9000")
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", sets=sets)
+    done.two_lines(4, "data.path: question q3: agent critic", "max_text_tokens")
+    assert not (ring / "runs/r/metrics.jsonl").exists()
+
+
+def test_hops_are_trained_in_the_first_outer_steps_and_no_later(ring):
+    moved = []
+    for hops in (0, 1):
+        sets = (
+            *("recursivemas.train.stage=both", "recursivemas.train.inner_steps=1", "data.eval.path=null"),
+            *(f"recursivemas.train.hop_steps={hops}", "run.steps=3", f"run.name=h{hops}"),
+        )
+        verb("recursivemas", "train")(load_recipe("ring.yaml", sets).tree, VerbOptions())
+        steps = rows(ring / f"runs/h{hops}/metrics.jsonl")
+        told = [[a for a in ("planner", "critic") if f"recursivemas/{a}/loss" in m] for m in steps]
+        assert told == [["planner", "critic"], ["planner", "critic"] if hops else [], []]
+        moved.append((steps, weights(ring / f"runs/h{hops}/checkpoints/latest/links")))
+    (plain, without), (beside, trained) = moved
+    # the answer's loss of the first outer step is the same, what is learned from it is not
+    assert beside[1]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-6)
+    assert beside[1]["grad_norm"] != pytest.approx(plain[1]["grad_norm"], rel=1e-2)
+    assert any(not torch.equal(trained[key], without[key]) for key in without if key.startswith("outer-planner-critic"))
+
+
+def test_a_hop_without_a_text_of_its_own_is_refused(cli, ring):
+    lines = [{key: row[key] for key in ("id", "question", "answer")} for row in rows(ring / "train.jsonl")]
+    (ring / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sets = ("recursivemas.train.hop_steps=1",)
+    done = cli("recursivemas", "train", "ring.yaml", "--steps", "1", "--name", "r", sets=sets)
+    done.two_lines(4, "hop_steps: a hop is trained on a known text of planner", "recursivemas.train.targets.planner")
 
 
 # Resume
