@@ -57,6 +57,7 @@ def _rewrite(path: Path, change) -> None:
     ("sets", "code", "cause", "fix"),
     [
         (["recursivemas.rounds=0"], 2, "recursivemas.rounds: got 0", ""),
+        (["recursivemas.rounds=99999999999999999999"], 2, "recursivemas.rounds: got 99999999999999999999", ""),
         (["recursivemas.style=parliament"], 2, "recursivemas.style", "distillation"),
         (["recursivemas.latent_steps=5000"], 2, "positions of agent expert in round 1", "lower it"),
         (["recursivemas.roles={learner: {prompt: '{question}'}}"], 2, "the slot {expert} is missing", ""),
