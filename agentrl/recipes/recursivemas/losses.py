@@ -232,12 +232,11 @@ def outer_loss(
     for weight, prompts in zip(weights, heard.pop(decoder), strict=True):
         by_round.append(said(decoder, prompts, asked_for) if weight else None)
         total = total if by_round[-1] is None else total + weight * by_round[-1]
-    found = {}
-    for name in heard if hops else ():
-        losses = [said(name, prompts, (texts or {})[name]) for prompts in heard[name] if _hold_blocks(prompts)]
-        if losses:
-            found[name] = torch.stack(losses).mean()
-    return OuterLoss(total, tuple(by_round), out.stages, read, found)
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for name, prompts in [(name, p) for name in heard for p in heard[name] if hops and _hold_blocks(p)]:
+        found[name].append(said(name, prompts, (texts or {})[name]))
+    by_agent = {name: torch.stack(losses).mean() for name, losses in found.items()}
+    return OuterLoss(total, tuple(by_round), out.stages, read, by_agent)
 
 
 def sender_with_grad(system: System, gradients: RoundGradients | None = None) -> Send:
