@@ -233,7 +233,7 @@ def outer_loss(
         by_round.append(said(decoder, prompts, asked_for) if weight else None)
         total = total if by_round[-1] is None else total + weight * by_round[-1]
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for name, prompts in [(name, p) for name in heard for p in heard[name] if hops and _hold_blocks(p)]:
+    for name, prompts in [(agent, p) for agent in heard for p in heard[agent] if hops and _hold_blocks(p)]:
         found[name].append(said(name, prompts, (texts or {})[name]))
     by_agent = {name: torch.stack(losses).mean() for name, losses in found.items()}
     return OuterLoss(total, tuple(by_round), out.stages, read, by_agent)
