@@ -65,13 +65,15 @@ class Plan:
     rank_threads: int = 1
 
 
-def plan(launch: LaunchConfig, hardware: Hardware) -> Plan:
+def plan(launch: LaunchConfig, hardware: Hardware, *, trains: bool = True) -> Plan:
     """Place a run on a machine: GPUs first. `launch.gpus` none takes every GPU, a number exactly so many, 0 the CPU.
+    Without `trains` no trainer rank starts: `launch.ranks` asks for nothing, and the plan is of one rank.
 
     Raises `MissingError` where GPUs were asked for that are not there, or that the installed torch cannot use, and
     `ConfigError` for more ranks than GPUs and for far more threads than cores: torch ends a process that cannot start
     them.
     """
+    ranks = launch.ranks if trains else 1
     most = MAX_THREADS_PER_CORE * hardware.cores
     if launch.threads is not None and launch.threads > most:
         raise ConfigError(
@@ -81,18 +83,18 @@ def plan(launch: LaunchConfig, hardware: Hardware) -> Plan:
     usable = hardware.gpus if hardware.torch_cuda is not None else ()
     wanted = len(usable) if launch.gpus is None else launch.gpus
     if wanted > len(usable):
-        raise _missing_gpus(wanted, hardware)
+        raise _missing_gpus(wanted, ranks, launch.threads, hardware)
     chosen = usable[:wanted]
-    if chosen and launch.ranks > len(chosen):
+    if chosen and ranks > len(chosen):
         raise ConfigError(
-            f"launch.ranks is {launch.ranks}, but the run has {len(chosen)} GPU{'' if len(chosen) == 1 else 's'}",
+            f"launch.ranks is {ranks}, but the run has {len(chosen)} GPU{'' if len(chosen) == 1 else 's'}",
             f"set launch.ranks to at most {len(chosen)}: each trainer rank needs a GPU of its own",
         )
-    if launch.ranks * (launch.threads or 1) > most:
+    if ranks * (launch.threads or 1) > most:
         raise ConfigError(
-            f"launch.ranks is {launch.ranks}: {launch.ranks * (launch.threads or 1)} threads are more than {most}, "
+            f"launch.ranks is {ranks}: {ranks * (launch.threads or 1)} threads are more than {most}, "
             f"and this process may use {hardware.cores} cores",
-            f"set launch.ranks to at most {hardware.cores}",
+            f"set launch.ranks to at most {_most_ranks(launch.threads, hardware)}",
         )
     return Plan(
         device="cuda" if chosen else "cpu",
@@ -100,19 +102,27 @@ def plan(launch: LaunchConfig, hardware: Hardware) -> Plan:
         threads=launch.threads or hardware.cores,
         native_bf16=all(gpu.bf16 for gpu in chosen) if chosen else hardware.cpu_bf16,
         available_bytes=sum(gpu.memory_bytes for gpu in chosen) if chosen else hardware.memory_bytes,
-        ranks=launch.ranks,
-        rank_threads=launch.threads or max(1, hardware.cores // launch.ranks),
+        ranks=ranks,
+        rank_threads=launch.threads or max(1, hardware.cores // ranks),
     )
 
 
-def _missing_gpus(wanted: int, hardware: Hardware) -> MissingError:
-    there = len(hardware.gpus)
+def _most_ranks(threads: int | None, hardware: Hardware) -> int:
+    """How many ranks are advised where the cores are the limit: one a core, or fewer of many threads each."""
+    return min(hardware.cores, MAX_THREADS_PER_CORE * hardware.cores // (threads or 1))
+
+
+def _missing_gpus(wanted: int, ranks: int, threads: int | None, hardware: Hardware) -> MissingError:
+    """The fix is whole: with fewer GPUs, or on the CPU, it names `launch.ranks` too where so many ranks do not fit."""
+    there, on_cpu = len(hardware.gpus), _most_ranks(threads, hardware)
+    to_cpu = "set launch.gpus: 0" + (f" and launch.ranks: {on_cpu}" if ranks > on_cpu else "") + " to run on the CPU"
     if there >= wanted:
         return MissingError(
             f"launch.gpus is {wanted}, but the installed torch is a CPU build and cannot use the {there} GPU(s) here",
-            "install the GPU build (make setup GPU=1), or set launch.gpus: 0 to run on the CPU",
+            f"install the GPU build (make setup GPU=1), or {to_cpu}",
         )
-    fix = "set launch.gpus: 0 to run on the CPU" if there == 0 else f"set launch.gpus: {there}"
+    fewer = f"set launch.gpus: {there}" + (f" and launch.ranks: {there}" if ranks > there else "")
+    fix = to_cpu if there == 0 else fewer
     return MissingError(
         f"launch.gpus is {wanted}, but this process sees {there or 'no'} GPU{'' if there == 1 else 's'}",
         f"{fix}, or run where {wanted} {'is' if wanted == 1 else 'are'} visible (see nvidia-smi, CUDA_VISIBLE_DEVICES)",

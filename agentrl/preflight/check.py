@@ -55,13 +55,13 @@ def check(loaded: Loaded, deep: bool = False, needs_data: bool = True, trains: b
     """Every finding, errors and others, in the order of repair. `deep` also probes endpoints (10 s at most).
 
     `needs_data=False` leaves the data sets out, for a verb that takes its question from the command line, and
-    `trains=False` the memory that training needs.
+    `trains=False` the memory and the trainer ranks that training needs.
     """
     recipe = loaded.tree
     own = list(_recipe(recipe))
     found = [
         *(finding for finding in own if finding.exit_code == _CONFIG),
-        *_devices(recipe),
+        *_devices(recipe, trains),
         *_packages(recipe),
         *_models(recipe),
         *_memory(recipe, trains),
@@ -157,13 +157,13 @@ def missing_callable(target: str) -> str | None:
     return None if name in names or "*" in names else f"{module} has no {name}"
 
 
-def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
+def _devices(recipe: BaseRecipe, trains: bool) -> Iterator[Finding]:
     from agentrl.launch.devices import detect, plan
     from agentrl.preflight.packages import installed_version
 
     hardware = detect()
     try:
-        placed = plan(recipe.launch, hardware)
+        placed = plan(recipe.launch, hardware, trains=trains)
     except ConfigError as error:
         key = "launch.ranks" if error.cause.startswith("launch.ranks") else "launch.threads"
         yield Finding("error", key, error.cause, error.fix)
@@ -172,7 +172,11 @@ def _devices(recipe: BaseRecipe) -> Iterator[Finding]:
         yield Finding("error", "launch.gpus", error.cause, f"{error.fix}, or try --smoke", _ENVIRONMENT)
         return
     ranks, gpus = recipe.launch.ranks, recipe.launch.gpus or 0
-    if gpus > ranks:
+    if recipe.trains_models and not trains:
+        if gpus > 1 and recipe.engine.kind == "hf":
+            message = f"{gpus} GPUs are here, but the hf engine computes on one of them"
+            yield Finding("warning", "launch.gpus", message, "set launch.gpus: 1", _ENVIRONMENT)
+    elif gpus > ranks:
         used = "the one trainer rank uses one" if ranks == 1 else f"the {ranks} trainer ranks use {ranks}"
         spread = f"set launch.ranks: {gpus} to train on all, or " if recipe.trains_models else "set "
         fix = f"{spread}launch.gpus: {ranks}"
@@ -193,7 +197,7 @@ def _memory(recipe: BaseRecipe, trains: bool) -> Iterator[Finding]:
 
     hardware = detect()
     try:
-        placed = plan(recipe.launch, hardware)
+        placed = plan(recipe.launch, hardware, trains=trains)
     except (ConfigError, MissingError):
         return  # told by `_devices`
     for level, message, fix in memory_remarks(recipe, placed, hardware, trains=trains):

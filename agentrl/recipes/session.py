@@ -49,15 +49,18 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(recipe: BaseRecipe, *, seed: int, window: int | None = None) -> AsyncIterator[Session]:
+async def open_session(
+    recipe: BaseRecipe, *, seed: int, window: int | None = None, trains: bool = False
+) -> AsyncIterator[Session]:
     """Open everything, and close the engine in every way the body can end.
 
-    `window` is the engine's length where `engine.max_model_len` is not set. Raises `MissingError` for what this
-    machine lacks, and `ConfigError` for what does not fit together.
+    `window` is the engine's length where `engine.max_model_len` is not set; with `trains` the plan holds the trainer
+    ranks, which other verbs do not start. Raises `MissingError` for what this machine lacks, and `ConfigError` for what
+    does not fit together.
     """
     import torch
 
-    placed = plan(recipe.launch, detect())
+    placed = plan(recipe.launch, detect(), trains=trains)
     torch.set_num_threads(placed.threads)
     folders = {name: model_folder(model, name, recipe.run.dir) for name, model in recipe.policy_models.items()}
     adapters = shared_models(recipe, folders)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from agentrl.config.schema import LaunchConfig
@@ -93,6 +95,41 @@ def test_ranks_share_the_cores_and_need_a_gpu_each() -> None:
     assert plan(LaunchConfig(ranks=2), gpu).ranks == 2
     with pytest.raises(ConfigError, match=r"launch.ranks is 3, but the run has 2 GPUs"):
         plan(LaunchConfig(ranks=3), gpu)
+
+
+ONE = Hardware(16, GIB, gpus=GPUS[:1], torch_cuda="13.0")
+SMALL = Hardware(1, GIB)
+
+
+@pytest.mark.parametrize(
+    ("launch", "hardware", "fix"),
+    [
+        (LaunchConfig(gpus=8, ranks=8), ONE, "set launch.gpus: 1 and launch.ranks: 1, or run where 8 are visible"),
+        (LaunchConfig(gpus=8, ranks=8), BOX, "set launch.gpus: 4 and launch.ranks: 4, or"),
+        (LaunchConfig(gpus=8, ranks=8), SMALL, "set launch.gpus: 0 and launch.ranks: 1 to run on the CPU, or"),
+        (LaunchConfig(gpus=8, ranks=8), Hardware(8, GIB), "set launch.gpus: 0 to run on the CPU, or"),
+        (LaunchConfig(gpus=4, ranks=4), Hardware(2, GIB, gpus=GPUS), "launch.gpus: 0 and launch.ranks: 2 to run on"),
+        (LaunchConfig(gpus=0, ranks=8), SMALL, "set launch.ranks to at most 1"),
+        (LaunchConfig(gpus=0, ranks=4, threads=5), Hardware(4, GIB), "set launch.ranks to at most 3"),
+    ],
+)
+def test_a_fix_names_the_ranks_too_where_they_do_not_fit_and_following_it_is_enough(
+    launch: LaunchConfig, hardware: Hardware, fix: str
+) -> None:
+    with pytest.raises((ConfigError, MissingError)) as caught:
+        plan(launch, hardware)
+    assert fix in caught.value.fix
+    said = dict(re.findall(r"launch\.(gpus|ranks)(?::| to at most) (\d+)", caught.value.fix))
+    plan(launch.model_copy(update={key: int(value) for key, value in said.items()}), hardware)
+
+
+def test_a_verb_that_does_not_train_needs_no_room_for_ranks() -> None:
+    made = plan(LaunchConfig(gpus=1, ranks=8), ONE, trains=False)
+    assert (made.device, made.gpus, made.ranks, made.rank_threads) == ("cuda", (0,), 1, 16)
+    assert plan(LaunchConfig(gpus=0, ranks=8), SMALL, trains=False).device == "cpu"
+    with pytest.raises(MissingError) as caught:
+        plan(LaunchConfig(gpus=8, ranks=8), ONE, trains=False)
+    assert "set launch.gpus: 1, or" in caught.value.fix
 
 
 def test_this_machine_can_be_looked_at() -> None:

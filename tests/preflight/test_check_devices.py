@@ -29,8 +29,9 @@ def _eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.launch.devices.detect", lambda: seen)
 
 
-def found(name: str, *sets: str, key: str = "launch.gpus") -> list[tuple[str, str, str]]:
-    return [(f.level, f.message, f.fix) for f in check(load_recipe(name, sets), needs_data=False) if f.key == key]
+def found(name: str, *sets: str, key: str = "launch.gpus", trains: bool = True) -> list[tuple[str, str, str]]:
+    findings = check(load_recipe(name, sets), needs_data=False, trains=trains)
+    return [(f.level, f.message, f.fix) for f in findings if f.key == key]
 
 
 def test_more_gpus_than_trainer_ranks_are_refused() -> None:
@@ -59,6 +60,36 @@ def test_a_gpu_for_each_trainer_rank_is_no_fault_and_more_are() -> None:
 def test_where_the_driver_alone_trains_no_rank_is_advised() -> None:
     [(_, message, fix)] = found("sequential-light", "launch.gpus=4")
     assert (message, fix) == ("4 GPUs are here, but the one trainer rank uses one of them", "set launch.gpus: 1")
+
+
+def see(monkeypatch: pytest.MonkeyPatch, cores: int, gpus: int) -> None:
+    there = tuple(Gpu(i, "NVIDIA X", 80 * GIB, (9, 0)) for i in range(gpus))
+    seen = Hardware(cores, 128 * GIB, True, there, "13.0" if there else None, 128 * GIB)
+    monkeypatch.setattr("agentrl.launch.devices.detect", lambda: seen)
+
+
+@pytest.mark.parametrize("name", ["hle", "mathchat", "mathchat-1.5b", "dsbench"])
+@pytest.mark.parametrize(("cores", "gpus"), [(16, 1), (1, 0)])
+def test_the_trainer_ranks_of_a_recipe_do_not_stop_verbs_that_do_not_train(
+    name: str, cores: int, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(monkeypatch, cores, gpus)
+    monkeypatch.setattr(memory, "model_size", lambda model: SIZES[model.name])
+    for key in ("launch.gpus", "launch.ranks", "launch.threads"):
+        assert not found(name, f"launch.gpus={gpus}", key=key, trains=False)
+    assert found(name, f"launch.gpus={gpus}", key="memory", trains=False)
+    assert [level for level, _, _ in found(name, f"launch.gpus={gpus}", key="launch.ranks")] == ["error"]
+    assert "and launch.ranks: 1" in found(name)[0][2]
+
+
+def test_gpus_that_an_engine_without_training_leaves_idle_are_told() -> None:
+    hf = "engine.kind=hf"
+    assert found("hle", hf, trains=False) == [
+        ("warning", "8 GPUs are here, but the hf engine computes on one of them", "set launch.gpus: 1")
+    ]
+    assert not found("hle", hf, "launch.gpus=1", trains=False)
+    assert not found("hle", trains=False), "vllm spreads its engines over them"
+    assert [level for level, _, _ in found("sequential-light", "launch.gpus=4", trains=False)] == ["error"]
 
 
 def head(name: str) -> str:

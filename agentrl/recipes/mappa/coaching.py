@@ -72,7 +72,7 @@ async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
 def _local(model: str, recipe: MappaRecipe) -> tuple[Engine, Chat]:
     from agentrl.rollout.engine import make_engine
 
-    folder, device = resolve(model), plan(recipe.launch, detect()).device
+    folder, device = resolve(model), plan(recipe.launch, detect(), trains=False).device
     engine = make_engine(
         EngineConfig(kind="hf"), {"coach": folder}, dtype="bfloat16", seed=recipe.run.seed, gate=Gate(), device=device
     )

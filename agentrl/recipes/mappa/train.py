@@ -65,7 +65,7 @@ async def _train(
     async with (
         open_reward(recipe) as reward,
         open_coaching(recipe) as coaching,
-        open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
+        open_session(recipe, seed=recipe.run.seed, window=window(recipe), trains=True) as session,
     ):
         asks, total_steps = recipe.needs_reference, optimiser_steps(recipe)
         with open_policies(recipe, session, references=asks, total_steps=total_steps) as (policies, references, ranks):

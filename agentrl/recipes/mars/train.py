@@ -57,7 +57,7 @@ async def _train(
     tasks, held_out = train_tasks(recipe), eval_tasks(recipe) if recipe.data.eval.path else []
     async with (
         open_reward(recipe, options.progress.note) as reward,
-        open_session(recipe, seed=recipe.run.seed, window=window(recipe)) as session,
+        open_session(recipe, seed=recipe.run.seed, window=window(recipe), trains=True) as session,
     ):
         total_steps = dict.fromkeys(recipe.policy_models, recipe.run.steps)
         asks = recipe.algorithm.kl_coef > 0
