@@ -22,7 +22,7 @@ from agentrl.recipes.mappa.actions.faults import PLEAS
 from agentrl.recipes.mappa.actions.store import Label, RecordedAction, read_actions, read_labels
 from agentrl.recipes.mappa.coach_plot import draw
 from agentrl.recipes.mappa.coach_quality import Scored, quality
-from agentrl.recipes.mappa.coaching import open_coach
+from agentrl.recipes.mappa.coaching import open_coach, refuse_absent_coach
 from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.registry import Progress, VerbOptions
 from agentrl.recipes.session import open_run
@@ -54,8 +54,9 @@ class Exam:
 def coach_eval(recipe: MappaRecipe, options: VerbOptions) -> dict[str, Any]:
     """Score the recorded actions with the recipe's coach and measure it. `options.split` is dev, test or all.
 
-    Raises as `open_coach`, and `RunFailedError` when not one score is there.
+    Raises as `open_coach`, then without a run folder, and `RunFailedError` when not one score is there.
     """
+    asyncio.run(refuse_absent_coach(recipe))
     with (
         open_run(recipe, "coach-eval") as run,
         interruptible(options.progress.note),

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from agentrl.chat.context import Chat
 from agentrl.chat.format import ChatFormat
@@ -58,6 +59,17 @@ async def open_coach(recipe: MappaRecipe) -> AsyncIterator[Coach]:
             await engine.close()
 
 
+async def refuse_absent_coach(recipe: MappaRecipe) -> None:
+    """Before a run folder is made: raises what `open_coach` would, but loads no local model's weights."""
+    config = recipe.coach
+    if config.kind == "local" and config.replay is None:
+        assert config.model is not None
+        _place(config.model, recipe)
+        return
+    async with open_coach(recipe):
+        pass
+
+
 @asynccontextmanager
 async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
     """The recipe's coach at work. Raises as `open_coach`."""
@@ -69,10 +81,16 @@ async def open_coaching(recipe: MappaRecipe) -> AsyncIterator[Coaching]:
             await coaching.close()
 
 
+def _place(model: str, recipe: MappaRecipe) -> tuple[Path, Literal["cpu", "cuda"]]:
+    """The folder of the coach's model and where it computes. A training plans its ranks where it opens its session."""
+    device = plan(recipe.launch, detect(), trains=False).device
+    return resolve(model), device
+
+
 def _local(model: str, recipe: MappaRecipe) -> tuple[Engine, Chat]:
     from agentrl.rollout.engine import make_engine
 
-    folder, device = resolve(model), plan(recipe.launch, detect(), trains=False).device
+    folder, device = _place(model, recipe)
     engine = make_engine(
         EngineConfig(kind="hf"), {"coach": folder}, dtype="bfloat16", seed=recipe.run.seed, gate=Gate(), device=device
     )

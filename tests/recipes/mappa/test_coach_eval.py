@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.config.schema import CoachConfig
 from agentrl.errors import RunFailedError
+from agentrl.launch.devices import GIB, Hardware
 from agentrl.recipes.mappa import coach_eval as module
+from agentrl.recipes.mappa import coaching
 from agentrl.recipes.mappa.actions.store import FOLDER, read_actions, read_labels
 from agentrl.recipes.mappa.coach_defaults import SECTIONS, chosen_kind, section_overrides
 from agentrl.recipes.mappa.coach_eval import coach_eval, make_exam
@@ -114,6 +117,31 @@ def test_the_kind_that_is_set_decides_where_no_recipe_is_named(tmp_path):
     result = CliRunner().invoke(app, ["mappa", "coach-eval", "--set", "coach.kind=oracle"])
     assert result.exit_code == 2
     assert "'oracle' is no coach" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "cause"),
+    [
+        (["--coach", "local", "--set", "launch.gpus=99", "--set", "coach.model=tiny-llama"], 3, "launch.gpus is 99"),
+        (["--coach", "local", "--set", "coach.model=nobody/nothing"], 3, "nobody/nothing"),
+        (["--coach", "rules", "--set", "coach.rules=nowhere:rule"], 2, "coach.rules"),
+        (["smoke/mappa", "--coach", "rules", "--set", "coach.rules=nowhere:rule"], 2, "coach.rules"),
+    ],
+)
+def test_a_coach_that_cannot_start_leaves_no_run_folder(tmp_path, words, code, cause):
+    for _ in range(2):
+        result = CliRunner().invoke(app, ["mappa", "coach-eval", *words, "--name", "x", "--run-dir", str(tmp_path)])
+        assert result.exit_code == code
+        assert cause in result.stderr
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_local_coach_needs_no_room_for_the_trainer_ranks_of_its_recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    monkeypatch.setattr(coaching, "detect", lambda: Hardware(1, GIB))
+    words = [*section_overrides("local"), "coach.model=tiny-llama", "launch.gpus=0", "launch.ranks=6"]
+    recipe = load_recipe(str(FOLDER / "computing.yaml"), words).tree
+    asyncio.run(coaching.refuse_absent_coach(recipe))
 
 
 def test_a_recipe_without_a_coach_is_refused():
