@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def find(name: str) -> Path | None:
     if cached is not None:
         return cached if cached.is_dir() else None
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike `Path.is_dir`, no error below a folder that this user may not read
         weight_files(path)
         return path.resolve()
     return _find_hub(name) if _HUB_ID.fullmatch(name) else None
@@ -56,7 +57,7 @@ def find(name: str) -> Path | None:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is of the form org/name, and no folder here."""
-    return bool(_HUB_ID.fullmatch(name)) and not Path(name).expanduser().is_dir()
+    return bool(_HUB_ID.fullmatch(name)) and not os.path.isdir(Path(name).expanduser())
 
 
 def prepare(name: str) -> Path:

@@ -1,6 +1,7 @@
 """`check`: everything about a recipe that can be known without loading weights.
 
-Failures come in the order in which a user repairs them: the recipe itself, GPU, packages, model, key, data.
+Failures come in the order in which a user repairs them: the recipe itself, GPU, packages, model, key, data. Paths are
+looked up by `os.path`, for which what lies below an unreadable folder is not there; `Path.exists` raises on it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _recipe(recipe: BaseRecipe) -> Iterator[Finding]:
                 "error", key, f"{target!r}: {why}", "name it module:function; the current folder is searched too"
             )
     runs = Path(recipe.run.dir)
-    file = next((place for place in (runs, *runs.parents) if place.exists() and not place.is_dir()), None)
+    file = next((place for place in (runs, *runs.parents) if os.path.exists(place) and not os.path.isdir(place)), None)
     if file is not None:
         yield Finding("error", "run.dir", f"{file} is a file, no folder for runs", "name a folder, new or there")
     for level, key, text in recipe.findings():
@@ -293,7 +294,8 @@ def _checkpoints(recipe: BaseRecipe) -> Iterator[Finding]:
         spec = model.checkpoint
         base, _, step = spec.rpartition("@")
         names = (spec, base) if base and step.isdecimal() else (spec,)
-        if not any((place / run).expanduser().is_dir() for run in names for place in (Path(), Path(recipe.run.dir))):
+        places = [(place / run).expanduser() for run in names for place in (Path(), Path(recipe.run.dir))]
+        if not any(os.path.isdir(place) for place in places):
             key = "model.checkpoint" if recipe.model is not None else f"policies.{name}.checkpoint"
             fix = "name a run folder, a run's name, RUN@step, or a model folder"
             yield Finding("error", key, f"there is no run or folder {model.checkpoint!r}", fix, _ENVIRONMENT)
@@ -331,7 +333,7 @@ def _data(recipe: BaseRecipe) -> Iterator[Finding]:
                 fix = f"set data.eval.path, or leave out {why.partition(':')[0]}"
                 yield Finding("error", "data.eval.path", f"no held-out set is named, but {why} evaluates", fix)
             continue
-        if dataset.path not in EMBEDDED and dataset.path not in BENCHMARKS and not Path(dataset.path).exists():
+        if dataset.path not in EMBEDDED and dataset.path not in BENCHMARKS and not os.path.exists(dataset.path):
             message = f"there is no file and no embedded set {dataset.path!r}"
             fix = f"--set {key}.path=FILE (.jsonl, .json or .csv), or an embedded set (agentrl data list)"
             yield Finding("error", f"{key}.path", message, fix, _DATA)
@@ -366,7 +368,7 @@ def _corpus(recipe: BaseRecipe) -> Iterator[Finding]:
     if search is None:
         return
     path = Path(search.corpus).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):
         from agentrl.data import EMBEDDED
 
         if search.corpus not in EMBEDDED or EMBEDDED[search.corpus].corpus is None:

@@ -202,7 +202,7 @@ def _env(name: str) -> str:
 
 def check_disk() -> tuple[Row, ...]:
     place = home()
-    there = next(path for path in (place, *place.parents) if path.exists())
+    there = next(path for path in (place, *place.parents) if os.path.exists(path))
     free = shutil.disk_usage(there).free
     if free < _MIN_FREE_BYTES:
         fix = "free some space, or set AGENTRL_HOME to a folder on another disk"
