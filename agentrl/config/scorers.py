@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.config.paths import PathText
+from agentrl.config.paths import PathText, path_fault
 from agentrl.config.section import Section
 
 
@@ -88,6 +88,8 @@ class CoachConfig(ScorerConfig):
             if (getattr(self, key) is not None) != (self.kind in kinds):
                 wrong = "is needed" if self.kind in kinds else "has no effect"
                 raise ValueError(f"{key}: {wrong} with kind: {self.kind}")
+        if self.kind == "local" and (fault := path_fault(self.model or "")):
+            raise ValueError(f"model: {fault}")  # a service's own name for its model need not be a path
         if self.api_key_env is not None and self.kind != "endpoint":
             raise ValueError(f"api_key_env: has no effect with kind: {self.kind}")
         for key in ("template", "reply"):

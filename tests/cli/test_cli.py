@@ -249,6 +249,7 @@ def test_a_closed_stdout_is_no_fault(closed):
 
 
 LONG = "a" * 5000
+LOCAL_COACH = ["check", "smoke/mappa", "--set", "coach.kind=local", "--set", "coach.rules=null", "--set"]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +267,8 @@ LONG = "a" * 5000
         (["toy", "train", "toy.yaml", "--from-rollouts", LONG], "a path of 5000 characters is too long"),
         (["toy", "infer", "toy.yaml", "--input", LONG], "a path of 5000 characters is too long"),
         (["check", "toy.yaml", "--set", "tools.search.corpus=~nobody-here"], "tools.search.corpus: ~nobody-here is no"),
+        ([*LOCAL_COACH, "coach.model=~nobody-here/x"], "coach.model: ~nobody-here is no user's home"),
+        ([*LOCAL_COACH, f"coach.model={LONG}"], "coach.model: a path of 5000 characters"),
         (["export", "~nobody-here/run", "dest"], "RUN: there is no run"),
         (["toy", "train", "toy.yaml", "--run-dir", "tasks.jsonl"], "run.dir: tasks.jsonl is a file"),
         (["check", "toy.yaml", "--set", "run.dir=tasks.jsonl/x"], "run.dir: tasks.jsonl is a file"),

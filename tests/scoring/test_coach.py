@@ -327,6 +327,14 @@ def test_a_setting_without_effect_is_refused(section: dict[str, Any], fault: str
         CoachConfig(**section)
 
 
+def test_only_a_local_coachs_model_has_to_be_a_path_that_can_be() -> None:
+    with pytest.raises(ValueError, match=r"model: ~nobody-here is no user's home folder"):
+        CoachConfig(kind="local", model="~nobody-here/x")
+    with pytest.raises(ValueError, match="model: an empty path"):
+        CoachConfig(kind="local", model="")
+    assert CoachConfig(model="~nobody-here/x", base_url="http://127.0.0.1:9/v1").model == "~nobody-here/x"
+
+
 @pytest.mark.slow
 def test_m27_256_actions_of_a_second_each_are_coached_in_at_most_a_tenth_more_than_ideal() -> None:
     def script(n: int, body: dict[str, Any]) -> Any:
