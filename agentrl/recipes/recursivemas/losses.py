@@ -188,12 +188,12 @@ def outer_loss(
     reuse: Reuse | None = None,
     checkpointed: bool = True,
     scored: Sequence[Ids] | None = None,
-    hops: bool = False,
+    hops: Mapping[str, Sequence[Ids]] | None = None,
 ) -> OuterLoss:
     """Equation 6: cross-entropy on the answers' tokens after all rounds, with the graph kept across rounds.
 
-    `texts` are the role targets (agent -> one text per question) that `teacher_forced` reads, one question at a time,
-    and that `hops` scores: what each agent but the decoder would say after a prompt with blocks, the mean over rounds.
+    `texts` are the role targets of `teacher_forced` (agent -> one text per question; one question at a time). `hops`
+    are texts likewise, for agents but the decoder to say after their prompts with blocks: the mean over rounds.
     `round_weights` weigh the answer's loss from the decoder's prompt in each round; by default only the last counts.
     `reuse` keeps over a whole run what no trained link can change. `checkpointed` keeps only each forward's inputs
     until the backward pass, which computes it again: less memory for a third more time. Neither changes the gradient.
@@ -232,10 +232,10 @@ def outer_loss(
     for weight, prompts in zip(weights, heard.pop(decoder), strict=True):
         by_round.append(said(decoder, prompts, asked_for) if weight else None)
         total = total if by_round[-1] is None else total + weight * by_round[-1]
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    for name, prompts in [(agent, p) for agent in heard for p in heard[agent] if hops and _hold_blocks(p)]:
-        found[name].append(said(name, prompts, (texts or {})[name]))
-    by_agent = {name: torch.stack(losses).mean() for name, losses in found.items()}
+    found = {}
+    for name, texts_of in (hops or {}).items():
+        found[name] = [said(name, prompts, texts_of) for prompts in heard[name] if _hold_blocks(prompts)]
+    by_agent = {name: torch.stack(losses).mean() for name, losses in found.items() if losses}
     return OuterLoss(total, tuple(by_round), out.stages, read, by_agent)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from agentrl.chat.format import ChatFormat
@@ -32,15 +32,20 @@ STYLE_TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Texts:
     """`answers` by task id, for tasks that have one; `targets` by agent, then task id; `sources`: the column that an
-    agent's texts come from, or `answer`. `num_cut` texts were longer than `max_text_tokens`."""
+    agent's texts come from, or `answer`. `num_cut` texts were longer than `max_text_tokens`. `hops`, as `targets`: what
+    agents say of what they heard, for those that do in `hop_steps`."""
 
     answers: Mapping[str, Ids]
     targets: Mapping[str, Mapping[str, Ids]]
     sources: Mapping[str, str]
     num_cut: int
+    hops: Mapping[str, Mapping[str, Ids]] = field(default_factory=dict)
 
     def of(self, agent: str, tasks: Sequence[Task]) -> list[Ids]:
         return [self.targets[agent][task.id] for task in tasks]
+
+    def hops_of(self, tasks: Sequence[Task]) -> dict[str, list[Ids]]:
+        return {agent: [texts[task.id] for task in tasks] for agent, texts in self.hops.items()}
 
     def answers_of(self, tasks: Sequence[Task]) -> list[Ids]:
         return [self.answers[task.id] for task in tasks]
@@ -49,8 +54,8 @@ class Texts:
 def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, str]:
     """Agent -> where its known text comes from. The decoder's is the answer; without a column, so is another's.
 
-    Raises `DataError` where a column that the recipe names is missing in a row, or where `teacher_forced` or a hop
-    would take the answer for want of a column.
+    Raises `DataError` where a column that the recipe names is missing in a row, or where `teacher_forced` would read
+    the answer for want of a column.
     """
     named = config.train.targets
     usual = {
@@ -60,33 +65,52 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
     }
     sources = dict.fromkeys(config.graph.agents, ANSWER) | usual | dict(named or {})
     for agent, column in sources.items():
-        lacking = [task.id for task in tasks if column != ANSWER and not str(task.info.get(column) or "").strip()]
-        if lacking:
-            raise DataError(
-                f"recursivemas.train.targets.{agent}: {len(lacking)} of {len(tasks)} rows have no text in column "
-                f"{column!r}, {lacking[0]!r} first",
-                "name another column, or answer",
-            )
-    for agent, why in _readers(config).items():
-        if sources[agent] == ANSWER and (named or {}).get(agent) != ANSWER:
-            raise DataError(
-                f"recursivemas.train.{why} a known text of {agent}, and the data have none",
-                f"name its column: --set recursivemas.train.targets.{agent}=COLUMN (or answer, which leaks it)",
-            )
+        _refuse_lacking(f"targets.{agent}", column, tasks)
+    if config.train.form == "teacher_forced":
+        for agent in config.graph.agents:
+            if agent != config.graph.decoder and sources[agent] == ANSWER and (named or {}).get(agent) != ANSWER:
+                raise DataError(
+                    f"recursivemas.train.form: teacher_forced reads a known text of {agent}, and the data have none",
+                    f"name its column: --set recursivemas.train.targets.{agent}=COLUMN (or answer, which leaks it)",
+                )
     return sources
 
 
-def _readers(config: RecursiveConfig) -> dict[str, str]:
-    """Agents whose known texts stage 2 reads, the decoder aside, and what reads them."""
-    if config.train.form == "teacher_forced":
-        return {a: "form: teacher_forced reads" for a in config.graph.agents if a != config.graph.decoder}
-    return {a: "hop_steps: a hop is trained on" for a in config.graph.agents if a in config.hearers}
+def hop_sources(config: RecursiveConfig, sources: Mapping[str, str], tasks: Sequence[Task]) -> dict[str, str]:
+    """Agent -> where the text comes from that it says in a hop, by default the known one of `sources`.
+
+    Raises `DataError` where a row lacks the column, and where an agent would be taught the answer for want of one.
+    """
+    named = config.train.hop_targets or {}
+    found = {a: named.get(a, sources[a]) for a in config.graph.agents if a in config.hearers}
+    for agent, column in found.items():
+        _refuse_lacking(f"hop_targets.{agent}", column, tasks)
+        if column == ANSWER and ANSWER not in (named.get(agent), (config.train.targets or {}).get(agent)):
+            raise DataError(
+                f"recursivemas.train.hop_steps: what {agent} says in a hop is not known, the data have no column of it",
+                f"name one: --set recursivemas.train.hop_targets.{agent}=COLUMN (or answer)",
+            )
+    return found
+
+
+def _refuse_lacking(key: str, column: str, tasks: Sequence[Task]) -> None:
+    lacking = [task.id for task in tasks if column != ANSWER and not str(task.info.get(column) or "").strip()]
+    if lacking:
+        raise DataError(
+            f"recursivemas.train.{key}: {len(lacking)} of {len(tasks)} rows have no text in column {column!r}, "
+            f"{lacking[0]!r} first",
+            "name another column, or answer",
+        )
 
 
 def read_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -> Texts:
     """Every text of the tasks as ids of its agent's model, with the end of a turn where it was not cut. Raises
     `DataError` for a task without an answer, and as `target_sources`."""
-    return _read(recipe, system, tasks, target_sources(recipe.recursivemas, tasks))
+    config = recipe.recursivemas
+    sources = target_sources(config, tasks)
+    targets, cut = _read(recipe, system, tasks, sources)
+    hops, cut_hops = _read(recipe, system, tasks, hop_sources(config, sources, tasks))
+    return Texts(targets[config.graph.decoder], targets, sources, cut + cut_hops, hops)
 
 
 def held_out_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, str]:
@@ -101,7 +125,8 @@ def held_out_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str
 def read_held_out_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -> Texts:
     """The texts of held-out tasks. Those that are answers are left out for a task without one, which has no loss."""
     sources = held_out_sources(recipe.recursivemas, tasks)
-    return _read(recipe, system, tasks, sources, may_lack_answers=True)
+    targets, cut = _read(recipe, system, tasks, sources, may_lack_answers=True)
+    return Texts(targets[recipe.recursivemas.graph.decoder], targets, sources, cut)
 
 
 def _read(
@@ -110,7 +135,8 @@ def _read(
     tasks: Sequence[Task],
     sources: Mapping[str, str],
     may_lack_answers: bool = False,
-) -> Texts:
+) -> tuple[dict[str, dict[str, Ids]], int]:
+    """By agent, then task id; and how many were cut."""
     config = recipe.recursivemas
     limit, num_cut = config.train.max_text_tokens, 0
     targets: dict[str, dict[str, Ids]] = {}
@@ -124,7 +150,7 @@ def _read(
             ids = text_ids(format_, text)
             num_cut += len(ids) > limit
             targets[agent][task.id] = ids[:limit]
-    return Texts(targets[config.graph.decoder], targets, sources, num_cut)
+    return targets, num_cut
 
 
 def known_text(config: RecursiveConfig, source: str, task: Task) -> str:

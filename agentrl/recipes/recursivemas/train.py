@@ -31,6 +31,7 @@ from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.texts import (
     held_out_sources,
+    hop_sources,
     read_held_out_texts,
     read_texts,
     target_sources,
@@ -132,12 +133,13 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
     system, config, train = t.loaded.system, t.recipe.recursivemas, t.recipe.recursivemas.train
     config = config.model_copy(update={"rounds": train.rounds_of(step, config.rounds)})
     total = sum(map(len, t.texts.answers_of(tasks)))
-    hops, every = train.hops_at(step), t.recipe.optim.part_stats_every
+    every = t.recipe.optim.part_stats_every
     gradients = RoundGradients() if every and step % every == 0 else None
     done = Done()
     for batch in _micro(t, tasks):
         answers = t.texts.answers_of(batch)
         known = {name: t.texts.of(name, batch) for name in system.agents}
+        hops = t.texts.hops_of(batch) if train.hops_at(step) else {}
         out = outer_loss(
             system,
             config,
@@ -154,10 +156,11 @@ def outer_step(t: LinkTraining, tasks: list[Task], step: int) -> Done:
         loss = out.loss * (sum(map(len, answers)) / total)
         done.loss += loss.item()
         for name, hop in out.hops.items():
-            share = hop * (sum(map(len, known[name])) / sum(map(len, t.texts.of(name, tasks))))
+            tokens = sum(map(len, hops[name]))
+            share = hop * (tokens / sum(map(len, t.texts.hops_of(tasks)[name])))
             done.losses[name] = done.losses.get(name, 0.0) + share.item()
+            done.text_tokens += tokens
             loss = loss + share
-            done.text_tokens += sum(map(len, known[name]))
         loss.backward()
         done.text_tokens += sum(map(len, answers))
         done.positions += out.read
@@ -286,7 +289,7 @@ def _tasks(recipe: RecursiveRecipe) -> tuple[list[Task], list[Task]]:
             f"data.eval.path: {which}",
             "name a held-out set without them",
         )
-    target_sources(config, tasks)
+    hop_sources(config, target_sources(config, tasks), tasks)
     held_out_sources(config, held_out)
     if config.train.leak_probe:
         if not held_out:

@@ -11,7 +11,7 @@ from agentrl.types import Task
 
 QUESTIONS = [Task("0", "How many apples are left?"), Task("1", "What is the capital of the north?")]
 ANSWERS = [(11, 12, 13), (14, 15)]
-SAID = {"planner": [(20, 21, 22), (23,)], "critic": [(30, 31), (32, 33, 34)], "solver": ANSWERS}
+SAID = {"planner": [(20, 21, 22), (23,)], "critic": [(30, 31), (32, 33, 34)]}
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def _touched(system):
 
 def test_a_hop_is_the_cross_entropy_of_the_agents_own_text_after_its_prompt(ring):
     config, system = ring(1)
-    out = outer_loss(system, config, QUESTIONS, ANSWERS, texts=SAID, hops=True)
+    out = outer_loss(system, config, QUESTIONS, ANSWERS, hops=SAID)
     assert set(out.hops) == {"critic"}  # the planner hears nobody in round 1, the solver's text is the answer
     think, send = thinker(config.latent_steps), sender_with_grad(system)
     planner, critic = system.agents["planner"], system.agents["critic"]
@@ -57,13 +57,13 @@ def test_a_hop_is_the_cross_entropy_of_the_agents_own_text_after_its_prompt(ring
 
 def test_a_hop_trains_the_links_before_it_and_none_behind(ring):
     config, system = ring(1)
-    outer_loss(system, config, QUESTIONS, ANSWERS, texts=SAID, hops=True).hops["critic"].backward()
+    outer_loss(system, config, QUESTIONS, ANSWERS, hops=SAID).hops["critic"].backward()
     assert _touched(system) == {"planner-critic"}
 
 
 def test_agents_that_hear_feedback_say_their_text_too_and_rounds_are_averaged(ring):
     config, system = ring(3)
-    out = outer_loss(system, config, QUESTIONS, ANSWERS, texts=SAID, hops=True)
+    out = outer_loss(system, config, QUESTIONS, ANSWERS, hops=SAID)
     assert set(out.hops) == {"planner", "critic"}
     out.hops["planner"].backward()
     assert _touched(system) == {"planner-critic", "critic-solver", "solver-planner"}
@@ -73,7 +73,7 @@ def test_hops_leave_the_answers_loss_as_it_is(ring):
     config, system = ring(2)
     plain = outer_loss(system, config, QUESTIONS, ANSWERS)
     assert plain.hops == {}
-    beside = outer_loss(system, config, QUESTIONS, ANSWERS, texts=SAID, hops=True)
+    beside = outer_loss(system, config, QUESTIONS, ANSWERS, hops=SAID)
     assert beside.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
 
 
@@ -97,8 +97,20 @@ def test_hops_where_only_the_decoder_hears_are_refused(make_recipe):
     make_recipe("distillation", rounds=2, train={"hop_steps": 4, "one_round_steps": 3})
 
 
-def test_a_text_of_an_agent_that_hears_nobody_in_the_hop_steps_is_refused(make_recipe):
-    own = {"hop_steps": 3, "one_round_steps": 3, "targets": {"critic": "answer", "planner": "answer"}}
-    with pytest.raises(ValueError, match=r"train\.targets\.planner: has no effect: it hears nobody in the hop_steps"):
-        make_recipe(train=own)
-    make_recipe(train={**own, "hop_steps": 4})
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        ({"targets": {"critic": "answer", "planner": "answer"}}, "targets.planner: has no effect: no hop is trained"),
+        ({"targets": {"critic": "plan"}, "hop_targets": {"critic": "answer"}}, "targets.critic: has no effect"),
+        ({"hop_targets": {"planner": "plan"}}, "hop_targets.planner: has no effect: it hears nobody"),
+        ({"hop_targets": {"solver": "plan"}}, "hop_targets.solver: has no effect"),
+        ({"hop_targets": {"critic": "plan"}, "hop_steps": 0}, "hop_targets: has no effect without hop_steps"),
+    ],
+)
+def test_texts_that_no_hop_is_trained_on_are_refused(make_recipe, own, problem):
+    with pytest.raises(ValueError, match=problem):
+        make_recipe(train={"hop_steps": 3, "one_round_steps": 3, **own})
+
+
+def test_an_agent_that_hears_feedback_may_be_given_a_text(make_recipe):
+    make_recipe(train={"hop_steps": 4, "one_round_steps": 3, "targets": {"critic": "answer", "planner": "answer"}})
