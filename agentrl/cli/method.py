@@ -136,12 +136,12 @@ def run_verb(
     if loaded.tree.method != method:
         named = f"agentrl {loaded.tree.method} {verb} {recipe}"
         raise ConfigError(f"{recipe}: a recipe of {loaded.tree.method}, not of {method}", f"run {named}")
-    function = function_of(method, verb)
     findings = check(loaded, needs_data=needs_data, trains=verb == "train")
     refuse_errors(findings)
     for finding in findings:
         if finding.level == "warning":
             console.note(f"warning: {finding.cause} ({finding.fix})")
+    function = function_of(method, verb)  # imports torch: what check refuses is told before
     with console.StepTable() as progress:
         summary = function(loaded.tree, VerbOptions(origins=loaded.origins, progress=progress, **options))
     if console.mode().json_output:
