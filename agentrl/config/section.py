@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -16,3 +18,10 @@ class Section(BaseModel):
         """Whether a key differs from the section's own default. A resolved recipe names every key, so that a key was
         written down tells nothing."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+
+def with_tuples(value: Any) -> Any:
+    """Lists as tuples all the way down: past a before-validator, strict validation sees Python values, not JSON."""
+    if isinstance(value, dict):
+        return {key: with_tuples(item) for key, item in value.items()}
+    return tuple(with_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

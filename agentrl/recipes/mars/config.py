@@ -21,6 +21,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     Section,
 )
+from agentrl.config.section import with_tuples
 from agentrl.recipes.mars.roles import SYSTEM1, SYSTEM2
 
 ANSWER_NOW = "No more tool calls are possible. Give your answer now: <answer>ANSWER</answer>"
@@ -105,7 +106,7 @@ class MarsRecipe(BaseRecipe):
         if not isinstance(data, dict):
             return data
         if not isinstance(data.get("agents"), dict):
-            return _tuples(data)
+            return with_tuples(data)
         agents = dict(data["agents"])
         for name, default in ((SYSTEM2, _system2()), (SYSTEM1, _system1())):
             given = agents.get(name)
@@ -117,7 +118,7 @@ class MarsRecipe(BaseRecipe):
                 if isinstance(sampling, dict):
                     merged["sampling"] = default.sampling.model_dump() | sampling
                 agents[name] = merged
-        filled: dict[str, Any] = _tuples({**data, "agents": agents})
+        filled: dict[str, Any] = with_tuples({**data, "agents": agents})
         return filled
 
     @model_validator(mode="after")
@@ -238,10 +239,3 @@ def _check_template(key: str, template: str, names: set[str]) -> None:
         raise ValueError(f"mars.{key}: the field {{{sorted(needed - fields)[0]}}} is missing")
     if found.count("items") > 1:
         raise ValueError(f"mars.{key}: {{items}} may stand once; a bin is as large as System 1's prompt")
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples all the way down: past a before-validator, strict validation sees Python values, not JSON."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

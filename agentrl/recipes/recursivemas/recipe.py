@@ -16,6 +16,7 @@ from agentrl.config.schema import (
     RolloutConfig,
     SamplingConfig,
 )
+from agentrl.config.section import with_tuples
 from agentrl.recipes.recursivemas.config import RecursiveConfig, ToolLoopConfig
 from agentrl.recipes.recursivemas.styles import STYLES
 from agentrl.recipes.recursivemas.train_config import LinkOptimConfig, LinkRunConfig
@@ -56,11 +57,11 @@ class RecursiveRecipe(BaseRecipe):
         own = data.get("recursivemas")
         own = own.model_dump() if isinstance(own, RecursiveConfig) else {} if own is None else own
         if not isinstance(own, Mapping):
-            return _tuples(data)  # as below: its own field tells what is wrong with it
+            return with_tuples(data)  # as below: its own field tells what is wrong with it
         style = own.get("style", "sequential_light")
         sections = (own.get("roles"), data.get("agents"), data.get("policies"))
         if not all(section is None or isinstance(section, Mapping) for section in sections):
-            return _tuples(data)
+            return with_tuples(data)
         roles, agents, policies = (dict(section or {}) for section in sections)
         known = STYLES[style].roles if isinstance(style, str) and style in STYLES else {}
         names = list(known) or list(roles)
@@ -75,7 +76,7 @@ class RecursiveRecipe(BaseRecipe):
                     whole["sampling"] = _sampling().model_dump() | (given or {})
                 agents[name] = whole
         filled: dict[str, Any] = {**data, "agents": agents, **({} if data.get("model") else {"policies": policies})}
-        return _tuples(filled)
+        return with_tuples(filled)
 
     @model_validator(mode="after")
     def _fits(self) -> RecursiveRecipe:
@@ -149,10 +150,3 @@ class RecursiveRecipe(BaseRecipe):
     @property
     def decoder(self) -> AgentConfig:
         return self.agents[self.recursivemas.graph.decoder]
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples all the way down: past a before-validator, strict validation sees Python values, not JSON."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
