@@ -39,6 +39,33 @@ class FakeServer:
         return ["\n".join(m["content"] for m in body["messages"]) for body in self.requests]
 
 
+class Window:
+    """A script that answers the oldest request only once `limit` are there at a time, or all `total` have come.
+
+    Whoever leaves a place empty while calls wait, or sends by batches, gets no answer: HTTP 500 after `patience_s`.
+    """
+
+    def __init__(self, limit: int, total: int, content: str, patience_s: float = 60.0) -> None:
+        self.limit, self.total, self.content, self.patience_s = limit, total, content, patience_s
+        self.held: list[int] = []
+        self.arrived = 0
+        self.changed = threading.Condition()
+
+    def __call__(self, number: int, body: dict[str, Any]) -> Answer:
+        with self.changed:
+            self.arrived += 1
+            self.held.append(number)
+            self.changed.notify_all()
+            served = self.changed.wait_for(lambda: self._turn(number), self.patience_s)
+            self.held.remove(number)
+            self.changed.notify_all()
+        return (200, self.content) if served else (500, "a place was empty")
+
+    def _turn(self, number: int) -> bool:
+        full = len(self.held) >= self.limit or self.arrived == self.total
+        return full and self.held[0] == number
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
