@@ -6,7 +6,8 @@ keys, kept once, and to those of the earlier steps; what is kept per step are it
 
     out = softmax([q K_prompt, q K_steps]) [V_prompt; V_steps]
 
-Exact up to rounding; the softmax runs in fp32. Layers with linear attention carry their states on as new tensors,
+Exact up to rounding; the softmax runs in fp32. The prompt itself is attended to as `agentrl.models.attention` or torch
+does, whichever is faster. Layers with linear attention carry their states on as new tensors,
 since a state that is overwritten has no backward pass.
 
 Shapes: B rows, H query heads, K key heads, G = H / K, L prompt length, S steps so far, D head size.
@@ -25,6 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from agentrl.models.attention import plain_attention, plain_is_better
 from agentrl.rollout.hf_attention import LINEAR
 
 STEP_ATTENTION = "agentrl_latent_steps"
@@ -127,6 +129,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     layer = None if step_cache is None else step_cache.layers[module.layer_idx]
     if layer is None or not layer.step_keys:
+        if plain_is_better(query, key, attention_mask):
+            return plain_attention(query, key, value, attention_mask, scaling), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     rows, heads, _, size = query.shape
     key_heads, length = layer.keys.shape[1], layer.keys.shape[2]
