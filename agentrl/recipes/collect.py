@@ -7,9 +7,10 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from agentrl.errors import RunFailedError
 from agentrl.protocols import Reward
@@ -141,8 +142,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | None]:
     scored = collected.scored
     rewards = [s.outcome.value for s in scored if s.outcome.value is not None]
     failed = sum(s.trajectory.status == "failed" for s in scored)
-    judged = [s.outcome.info for s in scored if "cost_usd" in s.outcome.info]
-    costs = {f"judge/{key}": sum(info[key] for info in judged) for key in ("calls", "cost_usd") if judged}
+    costs = asking_costs("judge", (s.outcome.info for s in scored))
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else None,
         "reward/std": statistics.pstdev(rewards) if rewards else None,
@@ -155,6 +155,14 @@ def rollout_metrics(collected: Collected) -> dict[str, float | None]:
         "time/grade": collected.grade_s,
         **costs,
     }
+
+
+def asking_costs(kind: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What asking a model for scores took, summed over them, by `kind/`; nothing where no model was asked. A recording
+    of an earlier version lacks some of the counts."""
+    asked = [info for info in infos if "cost_usd" in info]
+    counts = ("calls", "retries", "unreadable", "cost_usd")
+    return {f"{kind}/{key}": sum(info.get(key, 0) for info in asked) for key in counts if asked}
 
 
 def total_counts(scored: Sequence[ScoredTrajectory]) -> Counter[str]:

@@ -64,22 +64,13 @@ class Backend(Protocol):
 class Asked(Generic[T]):
     """A parsed answer, or None with the reason.
 
-    `info` counts calls and the tokens of replies, with their price in US dollars (under replay: what they cost once).
+    `info` counts calls, those of them that were tries again, replies out of form and the tokens of replies, with their
+    price in US dollars (under replay: what they cost once).
     """
 
     value: T | None
     reason: str | None
     info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What a client went through: questions, retries of any kind, unreadable replies, answers that are missing."""
-
-    asked: int = 0
-    retries: int = 0
-    unreadable: int = 0
-    missing: int = 0
 
 
 class ScoringClient:
@@ -98,16 +89,14 @@ class ScoringClient:
             self._recorder = Recorder(Path(config.record or config.replay or ""), writes=config.record is not None)
         assert backend is not None or config.replay is not None, "without a backend there must be a recording"
         self.meter = Meter(config.price, config.budget)
-        self.counts = Counts()
 
     async def ask(self, call: Call, parse: Callable[[str], T]) -> Asked[T]:
         """The answer that `parse` reads from the reply; `parse` raises `ValueError` for one that is out of form.
 
         A reply out of form is shown to the model with the fault, beside the whole case, and it is asked again.
         """
-        self.counts.asked += 1
         tries = self._config.max_retries + 1
-        conversation, calls, replies, used, reason = call, 0, 0, Usage(0, 0), ""
+        conversation, calls, replies, unreadable, used, reason = call, 0, 0, 0, Usage(0, 0), ""
         while calls < tries:
             outcome = await self._outcome(conversation, tries - calls)
             calls += outcome.calls
@@ -117,23 +106,23 @@ class ScoringClient:
             replies += 1
             used = Usage(used.input_tokens + outcome.input_tokens, used.output_tokens + outcome.output_tokens)
             try:
-                return Asked(parse(outcome.text), None, self._info(calls, replies, used))
+                return Asked(parse(outcome.text), None, self._info(calls, replies, unreadable, used))
             except ValueError as error:
-                self.counts.unreadable += 1
+                unreadable += 1
                 cut = " (cut at max_tokens)" if outcome.finish_reason == "length" else ""
                 reason = f"unreadable reply{cut}: {error}"
                 conversation = _corrected(call, outcome.text, str(error))
-        self.counts.missing += 1
-        return Asked(None, reason, self._info(calls, replies, used))
+        return Asked(None, reason, self._info(calls, replies, unreadable, used))
 
     async def close(self) -> None:
         if self._backend is not None:
             await self._backend.close()
 
-    def _info(self, calls: int, replies: int, used: Usage) -> dict[str, Any]:
-        self.counts.retries += max(0, calls - 1)
+    def _info(self, calls: int, replies: int, unreadable: int, used: Usage) -> dict[str, Any]:
         return {
             "calls": calls,
+            "retries": max(0, calls - 1),
+            "unreadable": unreadable,
             "input_tokens": used.input_tokens,
             "output_tokens": used.output_tokens,
             "cost_usd": self.meter.cost_usd(used, replies),

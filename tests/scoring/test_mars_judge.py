@@ -86,3 +86,13 @@ def test_check_has_nothing_against_a_judge(tmp_path: Path) -> None:
     errors = {f.key for f in check(loaded) if f.level == "error"}
     assert {"tools.web", "tools.scholar"} <= errors
     assert not {key for key in errors if key.startswith("judge")}
+
+
+def test_a_judges_tries_again_are_counted_in_the_metrics(tmp_path: Path) -> None:
+    replies = {0: (200, "banana"), 1: (500, {"error": "down"})}
+    with serving(lambda n, body: replies.get(n, (200, YES))) as fake:
+        changes = {"canaries": False, "price": {"per_call": 0.25}, "max_concurrent": 1, "max_retries": 2}
+        summary = evaluate(_recipe(fake.url, tmp_path, **changes), VerbOptions())
+    counted = {key: value for key, value in summary["rollouts"].items() if key.startswith("judge/")}
+    assert counted == {"judge/calls": 5, "judge/retries": 2, "judge/unreadable": 1, "judge/cost_usd": 1.0}
+    assert len(fake.requests) == 5

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.recipes.collect import total_counts
+from agentrl.recipes.collect import asking_costs, total_counts
 from agentrl.recipes.mappa.config import MappaRecipe
 from agentrl.recipes.mappa.credit import Credit
 from agentrl.types import CreditedSample, MaskReason, Score, ScoredTrajectory, Turn
@@ -73,8 +73,7 @@ def coach_metrics(recipe: MappaRecipe, scored: Sequence[ScoredTrajectory]) -> di
         rewards = [score.value / 10 for _, score in pairs if score is not None and score.value is not None]
         out["reward/mean"], out["reward/std"] = _moments(rewards)
         out["reward/missing"] = len(pairs) - len(rewards)
-        infos = [score.info for _, score in pairs if score is not None and "cost_usd" in score.info]
-        out |= {f"coach/{key}": sum(info[key] for info in infos) for key in ("calls", "cost_usd") if infos}
+        out |= asking_costs("coach", (score.info for _, score in pairs if score is not None))
     if recipe.reward is not None:
         outcomes = [one.outcome.value for one in scored if one.outcome.value is not None]
         out["outcome/mean"], _ = _moments(outcomes)
