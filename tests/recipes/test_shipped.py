@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.config.load import dump_yaml
 from agentrl.config.shipped import shipped_recipes
 from agentrl.recipes.registry import load_recipe
 
@@ -210,6 +211,17 @@ def test_a_mars_recipe_evaluates_with_smoke(cli, folder):
     assert done.code == 0, done
     assert re.search(r"\nheld-out: 0\.\d{3} \((?:\d+/16|n 16), 95% interval", done.out)
     assert len(rows(folder / "runs" / "held" / "trajectories" / "step_000000.jsonl")) == 16
+
+
+@pytest.mark.parametrize("smoke", [False, True], ids=["plain", "smoke"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_config_that_a_run_keeps_is_a_recipe_that_gives_the_same_run(name, smoke, tmp_path):
+    tree = load_recipe(name, smoke=smoke).tree
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(tree), encoding="utf-8")
+    again = load_recipe(str(path)).tree
+    assert again == tree
+    assert dump_yaml(again) == dump_yaml(tree)
 
 
 @pytest.mark.parametrize("verb", ["train", "check"])

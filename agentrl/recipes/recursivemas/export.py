@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentrl.errors import ConfigError, DataError
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer_name
+from agentrl.recipes.registry import load_recipe
 from agentrl.run import read_manifest
 from agentrl.update.link_files import (
     LinkSpec,
@@ -37,21 +36,21 @@ _ABOUT = ("name", "seed", "command", "git_commit", "versions", "style", "stage",
 def export_links(run: Path, checkpoint: Path, dest: Path, dtype: StoredDtype, *, official: bool = False) -> Path:
     """Write the links of a checkpoint to `dest`, which must be new or empty, beside how they came about.
 
-    Raises `ConfigError` for a folder that holds something, and for links that the official layout does not know.
+    Raises `ConfigError` for a folder that holds something, and for links that the official layout does not know. Only
+    that layout asks the run's recipe, so links of a run whose keys are no longer known can be exported too.
     """
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise ConfigError(f"DEST: {dest} holds something already", "name a new folder")
-    config = RecursiveConfig.model_validate_json(
-        json.dumps(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["recursivemas"])
-    )
+    config: RecursiveConfig | None = None
     if official:
+        config = load_recipe(str(run / "config.yaml")).tree.recursivemas
         _refuse_unofficial(config)
     links = {path.stem: _read(path) for path in sorted((checkpoint / "links").glob("*.safetensors"))}
     temp = dest.with_name(f".{dest.name}.part")
     shutil.rmtree(temp, ignore_errors=True)
     temp.mkdir(parents=True)
     try:
-        if official:
+        if config is not None:
             _write_official(config, links, temp, dtype)
         else:
             for name, (spec, link, training) in links.items():

@@ -13,6 +13,7 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     BaseRecipe,
     EngineConfig,
+    ModelConfig,
     RolloutConfig,
     SamplingConfig,
 )
@@ -30,6 +31,13 @@ GRADERS: Mapping[str, str] = MappingProxyType(
 def _sampling() -> SamplingConfig:
     """The paper's decoding: temperature 0.6, top-p 0.95, 2000 new tokens (MATH500)."""
     return SamplingConfig(temperature=0.6, top_p=0.95, max_tokens=2000)
+
+
+def _frozen(model: Any) -> Any:
+    """A model's section with the only mode there is here, unless it names one."""
+    if isinstance(model, ModelConfig):
+        return model if "mode" in model.model_fields_set else model.model_copy(update={"mode": "frozen"})
+    return {"mode": "frozen", **model} if isinstance(model, Mapping) else model
 
 
 class RecursiveRecipe(BaseRecipe):
@@ -66,7 +74,7 @@ class RecursiveRecipe(BaseRecipe):
         known = STYLES[style].roles if isinstance(style, str) and style in STYLES else {}
         names = list(known) or list(roles)
         if not data.get("model") and not policies:
-            policies = {n: {"name": known[n].model, "mode": "frozen"} for n in names if n in known}
+            policies = {n: {"name": known[n].model} for n in names if n in known}
         for name in names:
             agent = agents.get(name, {})
             if isinstance(agent, dict):
@@ -75,7 +83,9 @@ class RecursiveRecipe(BaseRecipe):
                 if given is None or isinstance(given, dict):
                     whole["sampling"] = _sampling().model_dump() | (given or {})
                 agents[name] = whole
-        filled: dict[str, Any] = {**data, "agents": agents, **({} if data.get("model") else {"policies": policies})}
+        models = {"model": _frozen(data["model"])} if data.get("model") else {}
+        models |= {"policies": {name: _frozen(model) for name, model in policies.items()}} if policies else {}
+        filled: dict[str, Any] = {**data, "agents": agents, **models}
         return with_tuples(filled)
 
     @model_validator(mode="after")
@@ -85,12 +95,13 @@ class RecursiveRecipe(BaseRecipe):
             odd = sorted(set(self.agents) ^ set(graph.agents))[0]
             raise ValueError(f"agents.{odd}: this graph has the agents {', '.join(graph.agents)}")
         for name, model in self.policy_models.items():
-            if "mode" in model.model_fields_set and model.mode != "frozen":
-                raise ValueError(f"policies.{name}.mode: RecursiveMAS trains links only; models are frozen")
+            if model.mode != "frozen":
+                where = "model" if self.model is not None else f"policies.{name}"
+                raise ValueError(f"{where}.mode: RecursiveMAS trains links only; models are frozen")
         for key, default in (("algorithm", AlgorithmConfig()), ("rollout", RolloutConfig())):
             if getattr(self, key) != default:
                 raise ValueError(f"{key}: has no effect; RecursiveMAS has no sampled groups and no advantages")
-        if "eval_temperature" in self.run.model_fields_set:
+        if self.run.turned("eval_temperature"):
             raise ValueError("run.eval_temperature: has no effect; set sampling.temperature of the decoder")
         if self.launch.ranks > 1:
             raise ValueError("launch.ranks: has no effect; links are trained by the driver alone")

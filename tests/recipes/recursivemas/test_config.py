@@ -32,7 +32,16 @@ def test_a_style_fills_agents_models_and_the_papers_sampling():
     assert (recipe.decoder.sampling.temperature, recipe.decoder.sampling.top_p) == (0.6, 0.95)
     one = parse(model={"name": "tiny-llama"}, agents={"solver": {"sampling": {"max_tokens": 8}}})
     assert set(one.policy_models) == {"policy"}
+    assert one.policy_models["policy"].mode == "frozen"
     assert (one.decoder.sampling.max_tokens, one.decoder.sampling.top_p) == (8, 0.95)
+
+
+def test_a_model_that_is_to_be_trained_is_refused_where_it_is_named():
+    with pytest.raises(ValueError, match=r"model\.mode: RecursiveMAS trains links only"):
+        parse(model={"name": "tiny-llama", "mode": "lora"})
+    policies = {n: {"name": "tiny-llama", "mode": "full"} for n in ("planner", "critic", "solver")}
+    with pytest.raises(ValueError, match=r"policies\.planner\.mode: RecursiveMAS trains links only"):
+        parse(policies=policies)
 
 
 def test_a_user_declares_a_sixth_style():

@@ -68,7 +68,7 @@ def test_a_recipe_holds_the_published_models_and_settings(name):
     assert (config.rounds, config.latent_steps, sampling.max_tokens, config.max_batch) == (rounds, steps, tokens, batch)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, recipe.run.seed) == (0.6, 0.95, 0, 42)
     assert {a: recipe.policy_models[agent.policy].name for a, agent in recipe.agents.items()} == models
-    assert all(model.mode == "frozen" or "mode" not in model.model_fields_set for model in recipe.policies.values())
+    assert all(model.mode == "frozen" for model in recipe.policy_models.values())
     assert (recipe.optim.lr, recipe.optim.betas, recipe.optim.schedule) == (5e-4, (0.9, 0.95), "cosine")
     assert (recipe.run.steps, config.train.inner_steps, config.train.batch) == (40_000, 20_000, 4)
     assert not config.match_norm
