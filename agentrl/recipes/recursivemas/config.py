@@ -160,10 +160,7 @@ class RecursiveConfig(Section):
             return
         if not self.hearers:
             raise ValueError("train.hop_steps: has no effect: in those steps nobody but the decoder hears anyone")
-        idle = sorted(set(train.hop_targets or ()) - self.hearers)
-        if idle:
-            raise ValueError(f"train.hop_targets.{idle[0]}: has no effect: it hears nobody in the hop_steps")
-        idle = sorted(set(train.targets or ()) - self.hearers.difference(train.hop_targets or ()))
+        idle = sorted(set(train.targets or ()) - self.hearers)
         if train.stage == "outer" and idle and idle[0] in self.graph.agents:
             raise ValueError(f"train.targets.{idle[0]}: has no effect: no hop is trained on it")
 

@@ -96,7 +96,6 @@ def _train(given: Mapping[str, Any], agents: tuple[str, ...]) -> dict[str, Any]:
         "round_weights": None,
         "one_round_steps": None,
         "hop_steps": None,
-        "hop_targets": None,
         "targets": dict.fromkeys(agents[:-1], "answer") if read else None,
         "max_text_tokens": 64,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from agentrl.chat.format import ChatFormat
@@ -32,20 +32,20 @@ STYLE_TARGETS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Texts:
     """`answers` by task id, for tasks that have one; `targets` by agent, then task id; `sources`: the column that an
-    agent's texts come from, or `answer`. `num_cut` texts were longer than `max_text_tokens`. `hops`, as `targets`: what
-    agents say of what they heard, for those that do in `hop_steps`."""
+    agent's texts come from, or `answer`. `num_cut` texts were longer than `max_text_tokens`. `hearers`: the
+    agents that say theirs after what they heard, in `hop_steps`."""
 
     answers: Mapping[str, Ids]
     targets: Mapping[str, Mapping[str, Ids]]
     sources: Mapping[str, str]
     num_cut: int
-    hops: Mapping[str, Mapping[str, Ids]] = field(default_factory=dict)
+    hearers: frozenset[str] = frozenset()
 
     def of(self, agent: str, tasks: Sequence[Task]) -> list[Ids]:
         return [self.targets[agent][task.id] for task in tasks]
 
     def hops_of(self, tasks: Sequence[Task]) -> dict[str, list[Ids]]:
-        return {agent: [texts[task.id] for task in tasks] for agent, texts in self.hops.items()}
+        return {agent: self.of(agent, tasks) for agent in sorted(self.hearers)}
 
     def answers_of(self, tasks: Sequence[Task]) -> list[Ids]:
         return [self.answers[task.id] for task in tasks]
@@ -55,7 +55,7 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
     """Agent -> where its known text comes from. The decoder's is the answer; without a column, so is another's.
 
     Raises `DataError` where a column that the recipe names is missing in a row, or where `teacher_forced` would read
-    the answer for want of a column.
+    the answer, or a hop teach it, for want of a column.
     """
     named = config.train.targets
     usual = {
@@ -65,7 +65,8 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
     }
     sources = dict.fromkeys(config.graph.agents, ANSWER) | usual | dict(named or {})
     for agent, column in sources.items():
-        _refuse_lacking(f"targets.{agent}", column, tasks)
+        _refuse_lacking(agent, column, tasks)
+    _refuse_unknown_hops(config, sources)
     if config.train.form == "teacher_forced":
         for agent in config.graph.agents:
             if agent != config.graph.decoder and sources[agent] == ANSWER and (named or {}).get(agent) != ANSWER:
@@ -76,29 +77,24 @@ def target_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, 
     return sources
 
 
-def hop_sources(config: RecursiveConfig, sources: Mapping[str, str], tasks: Sequence[Task]) -> dict[str, str]:
-    """Agent -> where the text comes from that it says in a hop, by default the known one of `sources`.
-
-    Raises `DataError` where a row lacks the column, and where an agent would be taught the answer for want of one.
-    """
-    named = config.train.hop_targets or {}
-    found = {a: named.get(a, sources[a]) for a in config.graph.agents if a in config.hearers}
-    for agent, column in found.items():
-        _refuse_lacking(f"hop_targets.{agent}", column, tasks)
-        if column == ANSWER and ANSWER not in (named.get(agent), (config.train.targets or {}).get(agent)):
+def _refuse_unknown_hops(config: RecursiveConfig, sources: Mapping[str, str]) -> None:
+    """In a hop no agent is taught the answer for want of a column with its own text."""
+    for agent in config.graph.agents:
+        if agent not in config.hearers:
+            continue
+        if sources[agent] == ANSWER and (config.train.targets or {}).get(agent) != ANSWER:
             raise DataError(
                 f"recursivemas.train.hop_steps: what {agent} says in a hop is not known, the data have no column of it",
-                f"name one: --set recursivemas.train.hop_targets.{agent}=COLUMN (or answer)",
+                f"name one: --set recursivemas.train.targets.{agent}=COLUMN (or answer)",
             )
-    return found
 
 
-def _refuse_lacking(key: str, column: str, tasks: Sequence[Task]) -> None:
+def _refuse_lacking(agent: str, column: str, tasks: Sequence[Task]) -> None:
     lacking = [task.id for task in tasks if column != ANSWER and not str(task.info.get(column) or "").strip()]
     if lacking:
         raise DataError(
-            f"recursivemas.train.{key}: {len(lacking)} of {len(tasks)} rows have no text in column {column!r}, "
-            f"{lacking[0]!r} first",
+            f"recursivemas.train.targets.{agent}: {len(lacking)} of {len(tasks)} rows have no text in column "
+            f"{column!r}, {lacking[0]!r} first",
             "name another column, or answer",
         )
 
@@ -109,8 +105,7 @@ def read_texts(recipe: RecursiveRecipe, system: System, tasks: Sequence[Task]) -
     config = recipe.recursivemas
     sources = target_sources(config, tasks)
     targets, cut = _read(recipe, system, tasks, sources)
-    hops, cut_hops = _read(recipe, system, tasks, hop_sources(config, sources, tasks))
-    return Texts(targets[config.graph.decoder], targets, sources, cut + cut_hops, hops)
+    return Texts(targets[config.graph.decoder], targets, sources, cut, config.hearers)
 
 
 def held_out_sources(config: RecursiveConfig, tasks: Sequence[Task]) -> dict[str, str]:

@@ -31,7 +31,6 @@ from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.recursivemas.setup import Loaded, load_system
 from agentrl.recipes.recursivemas.texts import (
     held_out_sources,
-    hop_sources,
     read_held_out_texts,
     read_texts,
     target_sources,
@@ -289,7 +288,7 @@ def _tasks(recipe: RecursiveRecipe) -> tuple[list[Task], list[Task]]:
             f"data.eval.path: {which}",
             "name a held-out set without them",
         )
-    hop_sources(config, target_sources(config, tasks), tasks)
+    target_sources(config, tasks)
     held_out_sources(config, held_out)
     if config.train.leak_probe:
         if not held_out:

@@ -52,9 +52,6 @@ class TrainConfig(Section):
         description="outer: so many first steps add, for every agent that hears others, the cross-entropy of its own "
         "known text: each link learns its own hop",
     )
-    hop_targets: dict[str, str] | None = Field(
-        None, description="agent -> what it says in a hop: a column, or answer; none: its known text, as in targets"
-    )
     mse_weight: float = Field(0.0, ge=0, description="inner: weight of the mean squared error beside the cosine")
     inner_slots: Literal["empty", "text"] = Field(
         "empty", description="inner: what stands in a prompt's slots: nothing, or the sender's known text"
@@ -88,8 +85,6 @@ class TrainConfig(Section):
                 raise ValueError(f"{key}: has no effect with stage: {self.stage}")
         if self.targets is not None and self.stage == "outer" and self.form != "teacher_forced" and not self.hop_steps:
             raise ValueError(f"targets: has no effect with form: {self.form}, which reads no known text")
-        if self.hop_targets is not None and not self.hop_steps:
-            raise ValueError("hop_targets: has no effect without hop_steps")
         if self.hop_steps and self.form == "teacher_forced":
             raise ValueError("hop_steps: with form: teacher_forced agents read their known texts, and say nothing")
         if self.form == "teacher_forced" and self.micro_batch not in (None, 1):

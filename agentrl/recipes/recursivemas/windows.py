@@ -93,8 +93,8 @@ def _more(
     slots, decoder = config.slots_of(agent, round_number), agent == config.graph.decoder
     answer = len(texts.answers.get(task.id, ())) if decoder else 0
     if reading == "used":
-        if slots and not decoder:
-            answer = len(texts.hops.get(agent, {}).get(task.id, ()))
+        if slots and agent in texts.hearers:
+            answer = len(texts.targets[agent][task.id])
         return len(slots) * config.latent_steps + max(config.latent_steps - 1, int(decoder), answer)
     if reading == "forced":
         read = {name: min(len(ids[task.id]), MAX_BLOCK) for name, ids in texts.targets.items()}

@@ -97,18 +97,9 @@ def test_hops_where_only_the_decoder_hears_are_refused(make_recipe):
     make_recipe("distillation", rounds=2, train={"hop_steps": 4, "one_round_steps": 3})
 
 
-@pytest.mark.parametrize(
-    ("own", "problem"),
-    [
-        ({"targets": {"critic": "answer", "planner": "answer"}}, "targets.planner: has no effect: no hop is trained"),
-        ({"targets": {"critic": "plan"}, "hop_targets": {"critic": "answer"}}, "targets.critic: has no effect"),
-        ({"hop_targets": {"planner": "plan"}}, "hop_targets.planner: has no effect: it hears nobody"),
-        ({"hop_targets": {"solver": "plan"}}, "hop_targets.solver: has no effect"),
-        ({"hop_targets": {"critic": "plan"}, "hop_steps": 0}, "hop_targets: has no effect without hop_steps"),
-    ],
-)
-def test_texts_that_no_hop_is_trained_on_are_refused(make_recipe, own, problem):
-    with pytest.raises(ValueError, match=problem):
+def test_a_text_that_no_hop_is_trained_on_is_refused(make_recipe):
+    own = {"targets": {"critic": "answer", "planner": "answer"}}
+    with pytest.raises(ValueError, match=r"targets\.planner: has no effect: no hop is trained"):
         make_recipe(train={"hop_steps": 3, "one_round_steps": 3, **own})
 
 
