@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -22,7 +22,7 @@ from agentrl.cli.recursivemas import app as recursivemas_app
 class ContractGroup(TyperGroup):
     """The root group: a usage fault is told in the same two lines as every other, and an interrupt exits with 130."""
 
-    def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:
         console.open_closed_streams()
         words = list(sys.argv[1:] if args is None else args)
         try:
@@ -198,8 +198,8 @@ def export_command(
     step: Annotated[int | None, typer.Option("--step", metavar="N")] = None,
     policy: Annotated[str | None, typer.Option("--policy", metavar="P")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="D", help="float32 or bfloat16; the run's compute dtype if not set."),
+        Literal["float32", "bfloat16"] | None,
+        typer.Option("--dtype", help="The run's compute dtype if not set."),
     ] = None,
     official: Annotated[
         bool, typer.Option("--official", help="Links only: the released layout, a folder per agent and one of edges.")
@@ -211,8 +211,6 @@ def export_command(
     debug: DebugOption = False,
 ) -> None:
     with console.session(debug=debug):
-        if dtype not in (None, "float32", "bfloat16"):
-            raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
         from agentrl.cli.export import export
 
         export(run, step, policy, dest, run_dir, dtype, official, merge)

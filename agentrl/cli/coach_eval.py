@@ -43,7 +43,7 @@ def coach_eval(
     flags: Mapping[str, Any],
     split: str,
     repeats: int,
-    talk: Mapping[str, bool],
+    talk: Mapping[str, Any],
 ) -> None:
     """Load the recipe, or the one that stands in where none is named, measure its coach, and print the result."""
     from agentrl.errors import ConfigError

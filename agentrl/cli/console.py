@@ -207,7 +207,7 @@ def _unexpected(error: Exception) -> tuple[str, str]:
 
 def usage_fault(error: typer.TyperException, *, json_output: bool) -> None:
     """A fault in how the command was written; a bare group prints its help instead."""
-    message = error.format_message()
+    message = error.format_message().replace(": Value error, ", ": ")  # typer's words for a choice that is none
     if "\n\n" in message:
         err(message)
         return

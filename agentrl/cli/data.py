@@ -29,8 +29,8 @@ def data_list(json_output: bool = False) -> int:
         for name, entry in EMBEDDED.items()
     ]
     console.table(("name", "splits", "description"), rows, title="data sets (a .jsonl, .json or .csv file works too)")
-    public = [(n, b.description, b.source, find(n) or f"no: agentrl data show {n}") for n, b in BENCHMARKS.items()]
-    console.table(("name", "what", "published as", "here"), public, title="public benchmarks, read as published")
+    known = [(n, b.description, b.source, find(n) or f"no: agentrl data show {n}") for n, b in BENCHMARKS.items()]
+    console.table(("name", "what", "published as", "here"), known, title="public benchmarks, read as published")
     return 0
 
 

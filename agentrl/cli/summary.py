@@ -105,7 +105,7 @@ def _score(block: Mapping[str, Any]) -> str:
 
 def _right_or_wrong(block: Mapping[str, Any]) -> bool:
     """Whether the mean is k of n: then every score is 0 or 1, whether or not the items are still there."""
-    return abs(block["score"] * block["n"] - block["k"]) < 1e-6
+    return abs(float(block["score"] * block["n"] - block["k"])) < 1e-6
 
 
 def _rise(block: Mapping[str, Any]) -> str:

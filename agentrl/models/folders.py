@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentrl.errors import MissingError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -104,9 +105,13 @@ def save_hf_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 def load_model(
-    folder: Path, dtype: Literal["float32", "bfloat16"] = "bfloat16", *, attn_implementation: str | None = None
+    folder: Path,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    *,
+    attn_implementation: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load a causal language model from a local folder, in evaluation mode, on the CPU.
+    """Load a causal language model from a local folder, in evaluation mode, onto `device`.
 
     Safetensors only, no remote code, nothing fetched. Raises `MissingError` (see `weight_files`), also when a weight
     is missing, since transformers would fill it with random numbers and only warn.
@@ -116,7 +121,7 @@ def load_model(
 
     weight_files(folder)
     with no_progress_bars():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=getattr(torch, dtype),
             use_safetensors=True,
@@ -125,12 +130,14 @@ def load_model(
             attn_implementation=attn_implementation,
             output_loading_info=True,
         )
+    model, info = loaded
     if info["missing_keys"]:
         raise MissingError(
             f"{folder} lacks the weights {', '.join(sorted(info['missing_keys'])[:3])}",
             "fetch or export the model again",
         )
-    return model.eval()  # type: ignore[no-any-return]
+    whole: PreTrainedModel = model.eval().to(device)
+    return whole
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -42,13 +42,13 @@ def exposed_ray(listeners: tuple[Listener, ...]) -> tuple[Listener, ...]:
 
 def listening(proc: Path = Path("/proc")) -> tuple[Listener, ...]:
     """Every listening TCP socket of this machine (of this network namespace), with its owner where it can be seen."""
-    sockets = {}
+    sockets: dict[str, tuple[str, int]] = {}
     for table in ("net/tcp", "net/tcp6"):
         for line in _read(proc / table).splitlines()[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[3] == _LISTEN:
-                host, _, port = fields[1].partition(":")
-                sockets[fields[9]] = (_address(host), int(port, 16))
+                host, _, hexadecimal = fields[1].partition(":")
+                sockets[fields[9]] = (_address(host), int(hexadecimal, 16))
     owners = _owners(proc, set(sockets)) if sockets else {}
     found = []
     for inode, (address, port) in sockets.items():

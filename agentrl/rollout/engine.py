@@ -101,9 +101,8 @@ def load_hf_policy(folder: Path, dtype: Literal["float32", "bfloat16"], device: 
     from agentrl.rollout.hf_generate import HFPolicy
 
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder, dtype)
-    if device == "cuda" or (device is None and torch.cuda.is_available()):
-        model = model.to("cuda")
+    on_gpu = device == "cuda" or (device is None and torch.cuda.is_available())
+    model = load_model(folder, dtype, device="cuda" if on_gpu else "cpu")
     model.requires_grad_(False)
     grammar = GrammarFactory.from_folder(folder)
     eos_ids = tuple(dict.fromkeys((*grammar.eos_ids, *end_ids(folder))))

@@ -82,7 +82,7 @@ class StateLayer(LinearAttentionLayer):
     """A linear-attention layer's states: those of its convolution and its recurrence, one per row."""
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.reorder_cache(indices)
+        self.reorder_cache(indices)  # type: ignore[arg-type]
 
 
 class PrefixCache(Cache):
@@ -182,6 +182,7 @@ def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and the fp32 log of its normaliser: (B, K, R, D) and (B, K, R)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out_BKRD, lse_BKR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scale
     )
+    return out_BKRD, lse_BKR

@@ -146,7 +146,7 @@ def generate_batch(
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """The number of leading ids that all prompts share, leaving at least one id of each."""
-    first, last = min(prompts), max(prompts)
+    first, last = min(prompts, key=tuple), max(prompts, key=tuple)
     limit = min(map(len, prompts)) - 1
     same = 0
     while same < limit and first[same] == last[same]:
@@ -235,6 +235,7 @@ def _embed(policy: HFPolicy, request: Request) -> torch.Tensor:
     """The prompt's input embeddings, shape (length, D)."""
     table = policy.model.get_input_embeddings()
     weight = table.weight
+    assert isinstance(weight, torch.Tensor)
     parts = []
     for segment in request.prompt.segments:
         if isinstance(segment, Embeddings):

@@ -45,7 +45,7 @@ class Float32Head:
 def _exact_products(hidden_BQD: torch.Tensor) -> Iterator[None]:
     """Within the block the bf16 units of a CPU may compute fp32 products, if the values are bf16: such products are
     exact and are summed in fp32, at a third of the cost. The switch is the process's, hence on for no longer."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if hidden_BQD.dtype == torch.bfloat16:
         matmul.fp32_precision = "bf16"
@@ -62,5 +62,5 @@ def use_float32_head(model: PreTrainedModel) -> Float32Head:
     if not isinstance(linear, nn.Linear):
         raise ConfigError(f"{type(model).__name__} has no linear output head", "use a causal language model")
     head = Float32Head(linear)
-    linear.forward = head
+    setattr(linear, "forward", head)  # noqa: B010 - typed as a method
     return head

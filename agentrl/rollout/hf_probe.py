@@ -25,7 +25,7 @@ def shared_prefix_limit(policy: HFPolicy) -> int:
     window = config.to_dict().get("sliding_window")
     limit = int(config.max_position_embeddings) if window is None else int(window)
     generator = torch.Generator().manual_seed(0)
-    vocab = policy.model.get_input_embeddings().weight.shape[0]
+    vocab = int(policy.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
     stem = torch.randint(vocab, (_SHARED,), generator=generator).tolist()
     prompts = [stem + torch.randint(vocab, (rest,), generator=generator).tolist() for rest in _RESTS]
     alone_BV = torch.cat([_logits(policy, [prompt], 0) for prompt in prompts])

@@ -155,7 +155,7 @@ def latent_rollout_without_cache(backbone: Backbone, prompts: Sequence[Prompt], 
     """The published form, which re-runs the whole prefix at each step: the reference for tests and benchmarks."""
     lengths = _check(backbone, prompts, steps)
     embeds_BLD, mask_BL = pad_prompts(backbone, prompts)
-    states = []
+    states: list[Tensor] = []
     for step in range(steps):
         if step:
             embeds_BLD = torch.cat([embeds_BLD, link(states[-1]).to(backbone.dtype)[:, None]], dim=1)

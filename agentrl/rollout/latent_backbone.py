@@ -47,16 +47,22 @@ class Backbone:
         self.sliding_window = None if sliding is None else int(sliding)
 
     @property
+    def _table(self) -> Tensor:
+        table = self.embeddings.weight
+        assert isinstance(table, Tensor)
+        return table
+
+    @property
     def dim(self) -> int:
-        return int(self.embeddings.weight.shape[1])
+        return int(self._table.shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embeddings.weight.dtype
+        return self._table.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embeddings.weight.device
+        return self._table.device
 
     def embed(self, prompt: Prompt, skip: int = 0) -> Tensor:
         """The input embeddings of a prompt without its first `skip` ids, (L - skip, D); blocks keep their gradient.

@@ -201,7 +201,7 @@ def resolve_script(name: str) -> Reply:
         raise ConfigError(
             f"engine.script: cannot import {module_name!r}: {error}", "check the module's name"
         ) from error
-    reply = module.__dict__.get(attribute)
+    reply: Reply | None = module.__dict__.get(attribute)
     if not callable(reply):
         raise ConfigError(f"engine.script: {module_name!r} has no function {attribute!r}", "check the function's name")
     return reply

@@ -241,7 +241,8 @@ class VLLMEngine:
 
         # num_cpus 0: Ray's CPU slots place nothing here; the threads are set in the environment.
         remote = ray.remote(VLLMActor).options(num_cpus=0, num_gpus=gpus, max_concurrency=4096, max_restarts=0)
-        policy, actor = group[0], remote.remote()
+        policy = group[0]
+        actor: Any = remote.remote()
         self._engines.append(actor)
         self.actors.update(dict.fromkeys(group, actor))
         pid = await self._call(policy, actor.pid.remote(), "placing the engine's actor", 120)

@@ -146,7 +146,8 @@ class VLLMActor:
 
     async def compare(self, folder: str, seed: int) -> dict[str, Any]:
         """What `WorkerExtension.check_weights` says of the served weights and `folder`."""
-        (report,) = await self._engine.collective_rpc("check_weights", args=(folder, seed))
+        reports: list[dict[str, Any]] = await self._engine.collective_rpc("check_weights", args=(folder, seed))
+        (report,) = reports
         return report
 
     async def close(self) -> None:

@@ -37,9 +37,9 @@ def prompt_block(prompt: Prompt, width: int, dtype: torch.dtype) -> Tensor:
     Raises `ConfigError` for a prompt that is not one block of the model's width, `RunFailedError` for values that are
     not finite.
     """
-    if len(prompt.segments) != 1 or not isinstance(prompt.segments[0], Embeddings):
+    segment = prompt.segments[0] if len(prompt.segments) == 1 else None
+    if not isinstance(segment, Embeddings):
         raise ConfigError("the vllm engine takes token ids or embeddings, not both", "embed the whole prompt first")
-    (segment,) = prompt.segments
     block = segment.handle
     if not isinstance(block, Tensor) or tuple(block.shape) != (segment.length, width) or not segment.length:
         shape = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__

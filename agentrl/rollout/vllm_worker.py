@@ -88,15 +88,15 @@ class WorkerExtension:
                     columns = rng.sample(range(module.input_size), min(_COLUMNS, module.input_size))
                     got = _columns(module, columns, module.input_size, dtype)
                     same(f"{name}.weight", got, files.read(f"{name}.weight")[:, columns])
-            for name, module in embeddings:
+            for name, table in embeddings:
                 # a tied head is in the files under the embedding's name only
-                head = isinstance(module, ParallelLMHead) or not self._modules_of(ParallelLMHead)
+                head = isinstance(table, ParallelLMHead) or not self._modules_of(ParallelLMHead)
                 source = next((n for n in (name, *(e for e, _ in embeddings)) if files.sources(f"{n}.weight")), None)
                 if source is None:
                     missing.append(name)
                     continue
                 weight = files.read(f"{source}.weight")
-                rows = module.weight[: weight.shape[0]]
+                rows = table.weight[: weight.shape[0]]  # type: ignore[index]
                 same(f"{name}.weight", rows, weight)
                 if head:
                     columns = rng.sample(range(weight.shape[1]), _COLUMNS)
@@ -195,8 +195,9 @@ def _float32_logits(hidden_BD: Any, weight_VD: Any, bias_V: Any) -> Any:
     """
     import torch
 
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    matmul.fp32_precision = "bf16"
     try:
         return torch.nn.functional.linear(hidden_BD.float(), weight_VD, None if bias_V is None else bias_V.float())
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        matmul.fp32_precision = "none"

@@ -32,7 +32,7 @@ class Backbone:
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        model: PreTrainedModel = load_model(folder, dtype, attn_implementation="sdpa").to(device)
+        model: PreTrainedModel = load_model(folder, dtype, attn_implementation="sdpa", device=device)
         self.layout: Layout
         # Both questions are put to a small fp32 model of the same kind, so these weights are in memory once.
         self.layout, self.parity = choose_layout(model, share_prefix=optim.share_prefix)

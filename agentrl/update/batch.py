@@ -117,7 +117,7 @@ def _ancestors(parents: Sequence[int]) -> Tensor:
 def _rows(credited: Sequence[CreditedSample], order: Sequence[int], capacity: int, layout: Layout) -> list[list[int]]:
     """Which samples go into which row: next-fit in an order where neighbours share most. Longer ones stand alone."""
     rows: list[list[int]] = []
-    used, last = 0, ()
+    used, last = 0, tuple[int, ...]()
     for i in order:
         ids = credited[i].sample.ids
         longest = max((len(credited[j].sample.ids) for j in rows[-1]), default=0) if rows else 0
@@ -248,7 +248,7 @@ class _Tokens:
             self.target.append(sample.ids[t])
             self.place.append(self._place(path[t - 1], temperatures[t], sets.get(t)))
             for values, value in zip(self.values.values(), row, strict=True):
-                values.append(value)  # type: ignore[arg-type]
+                values.append(value)
 
     def _place(self, cell: int, temperature: float, allowed: np.ndarray | None) -> int:
         key = (cell, temperature, b"" if allowed is None else allowed.tobytes())

@@ -111,21 +111,25 @@ Link = InnerLink | OuterLink
 
 def form_spec(form: str) -> FormSpec:
     """Raises `ConfigError` for a form that does not exist."""
-    if form not in FORMS:
-        raise ConfigError(f"there is no link form {form!r}", f"use one of {', '.join(FORMS)}")
-    return FORMS[form]
+    for name, spec in FORMS.items():
+        if name == form:
+            return spec
+    raise ConfigError(f"there is no link form {form!r}", f"use one of {', '.join(FORMS)}")
 
 
 def _branch(x: Tensor, norm: nn.Module | None, first: nn.Module, second: nn.Module | None) -> Tensor:
-    y = first(x if norm is None else norm(x))
-    return y if second is None else second(F.gelu(y))
+    y: Tensor = first(x if norm is None else norm(x))
+    if second is not None:
+        y = second(F.gelu(y))
+    return y
 
 
 def match_norm(x: Tensor, target: float | None) -> Tensor:
     """Every vector along the last dimension rescaled to length `target`; None leaves it as it is."""
     if target is None:
         return x
-    return x * (target / x.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+    scaled: Tensor = x * (target / x.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+    return scaled
 
 
 def transfer(states_D: Tensor, inner: nn.Module, outer: nn.Module) -> Tensor:

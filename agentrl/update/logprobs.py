@@ -73,7 +73,8 @@ def token_logprobs(head: Head, hidden_XD: Tensor, places: Places, *, chunk: int 
     temperature_U = torch.where(places.temperature_U == 0, 1.0, places.temperature_U)
     places = Places(places.hidden_U, temperature_U, places.allowed_UW, places.place_N, places.target_N)
     weight_VD = head.weight_VD if head.sink_VD is None else head.weight_VD.detach()
-    current_N, plain_N = _TokenLogprobs.apply(hidden_XD, weight_VD, head.bias_V, head, places, chunk)
+    function: Any = _TokenLogprobs
+    current_N, plain_N = function.apply(hidden_XD, weight_VD, head.bias_V, head, places, chunk)
     return TokenLogprobs(current_N, plain_N)
 
 
@@ -91,7 +92,7 @@ def _narrow_products(narrow: bool) -> Iterator[None]:
     Factors that hold bf16 values lose nothing, so log-probabilities are those of fp32. In the backward pass the
     logits' gradient is rounded to bf16, as every other gradient of a bf16 model is.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if narrow:
         matmul.fp32_precision = "bf16"

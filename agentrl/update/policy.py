@@ -135,7 +135,7 @@ class Policy:
     def _load(self, device: torch.device | str) -> None:
         """Weights of the policy's own."""
         folder, config = self.folder, self.config
-        exact = load_model(folder, "float32", attn_implementation="sdpa").to(device)
+        exact = load_model(folder, "float32", attn_implementation="sdpa", device=device)
         self.layout, self.parity = choose_layout(exact, share_prefix=self.optim.share_prefix)
         gap = head_gap(exact)
         if not gap <= HEAD_GAP:
@@ -149,7 +149,7 @@ class Policy:
             self.masters = {n: p.detach().clone() if in_fp32 else p.detach() for n, p in exact.named_parameters()}
         # Loaded anew, never converted: `Module.to(bfloat16)` would round the rotary frequencies too, which engines
         # keep in fp32, and turn positions beyond about a hundred into other ones.
-        self.model = exact if in_fp32 else load_model(folder, config.dtype, attn_implementation="sdpa").to(device)
+        self.model = exact if in_fp32 else load_model(folder, config.dtype, attn_implementation="sdpa", device=device)
         del exact
         self.model.requires_grad_(trainable)
         self._compute = dict(self.model.named_parameters())

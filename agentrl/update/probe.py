@@ -65,7 +65,8 @@ def miniature(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = type(model)._from_config(config, attn_implementation=model.config._attn_implementation)
-    return small.float().eval().to(model.device)
+    miniature: PreTrainedModel = small.float().eval().to(model.device)
+    return miniature
 
 
 def parity_gap(model: PreTrainedModel, layout: Layout) -> float:

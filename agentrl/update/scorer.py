@@ -129,7 +129,7 @@ class Scorer:
             values = self.logprobs(batch).current_N.tolist()
             for sample, token, value in zip(batch.sample_N, batch.token_N, values, strict=True):
                 out[sample][token] = value
-        return out
+        return [*out]
 
     def _allowed_sets(self, scored: ScoredSample) -> dict[int, np.ndarray]:
         sample, out = scored.sample, {}

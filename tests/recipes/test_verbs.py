@@ -178,7 +178,9 @@ def test_export_is_a_plain_folder_in_the_compute_dtype_that_serves_as_a_model(cl
     cli("export", "run", "new", "--step", "7").two_lines(2, "no checkpoint of that step", "it has those of 2")
     cli("export", "run", "new", "--policy", "coach").two_lines(2, "--policy coach", "it has policy")
     cli("export", "ran", "new").two_lines(2, "there is no run 'ran'")
-    cli("export", "run", "new", "--dtype", "int8").two_lines(2, "neither float32 nor bfloat16")
+    cli("export", "run", "new", "--dtype", "int8").two_lines(
+        2, "Invalid value for '--dtype': 'int8' is not one of 'float32', 'bfloat16'"
+    )
     (folder / "runs" / "bare" / "checkpoints").mkdir(parents=True)
     cli("export", "bare", "new").two_lines(3, "has no whole checkpoint")
     assert not (folder / "new").exists()

@@ -198,7 +198,8 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     """1 for the smallest; equal values share their mean rank."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[:, None] > array[None, :]).sum(1)
-    return below + ((array[:, None] == array[None, :]).sum(1) + 1) / 2
+    ranks: NDArray[np.float64] = below + ((array[:, None] == array[None, :]).sum(1) + 1) / 2
+    return ranks
 
 
 def _mean(values: Sequence[Value]) -> Value:

@@ -35,7 +35,7 @@ def smoke_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     agents, policies = values.get("agents"), values.get("policies")
     outcome, coach, data = values.get("reward"), values.get("coach"), values.get("data")
     own = isinstance(outcome, str) and outcome in SETS
-    name = SETS[outcome] if own else SET
+    name = SETS[str(outcome)] if own else SET
     knows = {key: coach[key] for key in ("ground_truth",) if isinstance(coach, dict) and key in coach}
     mixed = {key: data[key] for key in ("stratify",) if own and isinstance(data, dict) and key in data}
     graded = {} if outcome == "table" else {"answer_file": None}

@@ -31,6 +31,7 @@ from agentrl.recipes.records import step_records
 from agentrl.recipes.registry import VerbOptions
 from agentrl.recipes.session import open_session, open_training
 from agentrl.run import Run
+from agentrl.types import CreditedSample
 from agentrl.update.step import UpdateResult, update_policy
 
 
@@ -113,7 +114,8 @@ def _record(
 
     Raises `RunFailedError` where the reward graded nothing.
     """
-    credited, old = [], []
+    credited: list[CreditedSample] = []
+    old: list[Mapping[int, float]] = []
     for name in t.recipe.policy_models:
         mine = [c for c in credit.credited if c.sample.policy == name]
         credited += mine

@@ -18,6 +18,8 @@ from agentrl.grading.qa import f1
 from agentrl.grading.trials import trials_block
 from agentrl.recipes.recursivemas.infer import Answered
 from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
+from agentrl.recipes.recursivemas.recursion import Stage
+from agentrl.recipes.recursivemas.text_team import TextStage
 from agentrl.types import ScoredTrajectory
 
 RING = "ring"
@@ -110,7 +112,8 @@ def seconds(measured: Measured) -> dict[str, Any]:
     measured around all of it."""
     stages: dict[str, float] = {}
     for batch in measured.batches:
-        for stage in (*batch.stages, *batch.written):
+        timed: tuple[Stage | TextStage, ...] = (*batch.stages, *batch.written)
+        for stage in timed:
             name = f"round {stage.round}, {stage.agent}"
             stages[name] = stages.get(name, 0.0) + stage.seconds
     return {

@@ -67,7 +67,7 @@ def partners(answers: Sequence[str | None], seed: int) -> tuple[tuple[int, ...],
     drawn.shuffle(places)
     by_answer = sorted(places, key=lambda i: str(answers[i]))
     half = total // 2
-    groups = [(by_answer[i], by_answer[i + half]) for i in range(total % 2, half)]
+    groups: list[tuple[int, ...]] = [(by_answer[i], by_answer[i + half]) for i in range(total % 2, half)]
     if total % 2:
         groups = [(by_answer[0], by_answer[half], by_answer[2 * half]), *groups]
     drawn.shuffle(groups)

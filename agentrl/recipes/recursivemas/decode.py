@@ -11,7 +11,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.config.schema import EngineConfig, SamplingConfig
 from agentrl.protocols import Tool
@@ -103,7 +103,7 @@ async def _open_engine(recipe: RecursiveRecipe, loaded: Loaded, gate: Gate) -> H
     return HFEngine({policy: loaded.policies[policy]}, seed=recipe.run.seed, gate=gate, **_options(recipe.engine))
 
 
-def _options(engine: EngineConfig) -> dict[str, int | bool | None]:
+def _options(engine: EngineConfig) -> dict[str, Any]:
     return {
         "deterministic": engine.deterministic,
         "max_batch": engine.max_batch,

@@ -130,7 +130,7 @@ def benchmark_of(dataset: DatasetConfig) -> str | None:
 
 def _note_protocol(recipe: RecursiveRecipe, tasks: Sequence[Task], progress: Progress) -> None:
     """Say where a benchmark's published numbers come from more answers to a question than are sampled here."""
-    public = tasks[0].info.get("benchmark")
+    public = str(tasks[0].info.get("benchmark"))
     wanted = BENCHMARKS[public].decodes if public in BENCHMARKS else 1
     if wanted > recipe.recursivemas.decodes:
         hint = f"--set recursivemas.decodes={wanted}"

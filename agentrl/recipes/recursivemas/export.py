@@ -15,6 +15,7 @@ from typing import Any
 from agentrl.errors import ConfigError, DataError
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.link_folders import file_in, inner_name, outer_name
+from agentrl.recipes.recursivemas.recipe import RecursiveRecipe
 from agentrl.recipes.registry import load_recipe
 from agentrl.run import read_manifest
 from agentrl.update.link_files import (
@@ -43,7 +44,9 @@ def export_links(run: Path, checkpoint: Path, dest: Path, dtype: StoredDtype, *,
         raise ConfigError(f"DEST: {dest} holds something already", "name a new folder")
     config: RecursiveConfig | None = None
     if official:
-        config = load_recipe(str(run / "config.yaml")).tree.recursivemas
+        recipe = load_recipe(str(run / "config.yaml")).tree
+        assert isinstance(recipe, RecursiveRecipe)
+        config = recipe.recursivemas
         _refuse_unofficial(config)
     links = {path.stem: _read(path) for path in sorted((checkpoint / "links").glob("*.safetensors"))}
     temp = dest.with_name(f".{dest.name}.part")

@@ -64,12 +64,12 @@ def _links(recipe: RecursiveRecipe, configs: dict[str, tuple[Path, dict[str, Any
     config, key = recipe.recursivemas, "recursivemas.links"
     if config.official is not None:
         folders = {"outer": config.official.outer, **{f"inner.{a}": f for a, f in config.official.inner.items()}}
-        for place, folder in folders.items():
-            if not Path(folder).expanduser().is_dir():
+        for place, named in folders.items():
+            if not Path(named).expanduser().is_dir():
                 yield (
                     "missing",
                     "recursivemas.official." + place,
-                    f"there is no folder {folder!r}; save the released files there",
+                    f"there is no folder {named!r}; save the released files there",
                 )
         return
     if config.links is None:

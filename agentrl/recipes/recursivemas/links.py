@@ -24,7 +24,7 @@ from agentrl.recipes.recursivemas.link_folders import (
     refused_untrained,
     used_names,
 )
-from agentrl.rollout.latent import Backbone
+from agentrl.rollout.latent_backbone import Backbone
 from agentrl.update.link_files import (
     LinkSpec,
     StoredDtype,

@@ -13,7 +13,7 @@ Shapes: B questions, T text tokens, m latent steps, D hidden size.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ class RoundGradients:
             squares[round_number] = squares.get(round_number, 0.0) + grad.double().square().sum().item()
         return {r: s**0.5 for r, s in sorted(squares.items())}
 
-    def _record(self, key: tuple[int, str, str]):
+    def _record(self, key: tuple[int, str, str]) -> Callable[[Tensor], None]:
         def record(grad: Tensor) -> None:
             self.grads[key] = self.grads[key] + grad if key in self.grads else grad.detach().clone()
 

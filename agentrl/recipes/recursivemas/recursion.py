@@ -19,7 +19,8 @@ from agentrl.chat.context import Chat
 from agentrl.recipes.recursivemas.config import RecursiveConfig
 from agentrl.recipes.recursivemas.graph import Edge, Graph
 from agentrl.recipes.recursivemas.prompts import ids_around_slots
-from agentrl.rollout.latent import Backbone, Rollout, fill_slots, latent_rollout
+from agentrl.rollout.latent import Rollout, fill_slots, latent_rollout
+from agentrl.rollout.latent_backbone import Backbone
 from agentrl.rollout.latent_cache import PromptMemory
 from agentrl.types import LatentAction, Prompt, Task
 from agentrl.update.links import transfer

@@ -16,7 +16,7 @@ from agentrl.recipes.recursivemas.recursion import Agent, System
 from agentrl.recipes.session import model_folder
 from agentrl.rollout.engine import load_hf_policy
 from agentrl.rollout.hf_generate import HFPolicy
-from agentrl.rollout.latent import Backbone
+from agentrl.rollout.latent_backbone import Backbone
 
 
 @dataclass(frozen=True, slots=True)

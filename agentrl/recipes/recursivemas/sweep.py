@@ -134,7 +134,7 @@ def one(
 def training_seconds(run: str | None) -> float:
     """The wall seconds of the updates that led to a run's links; loading and evaluations left out."""
     lines = [] if run is None else read_lines(Path(run) / "metrics.jsonl")
-    return round(sum(line["time/update"] for line in lines), 1)
+    return round(sum(float(line["time/update"]) for line in lines), 1)
 
 
 def by_column(block: Mapping[str, Any], column: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -68,6 +68,7 @@ class TrainConfig(Section):
         if (self.inner_steps is None) == (self.stage == "both"):
             what = "is needed" if self.stage == "both" else "has no effect"
             raise ValueError(f"inner_steps: {what} with stage: {self.stage}")
+        silent: tuple[str, ...]
         if self.stage == "inner":
             silent = (
                 "form",

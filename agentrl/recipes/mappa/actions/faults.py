@@ -54,7 +54,7 @@ def _wrong_entity(scene: Scene, rng: random.Random) -> str:
     """Another sentence, word or number of what it was handed, in the right form."""
     if scene.agent == "reader":
         given = [s.strip() for s in _SENTENCE.findall(scene.task.question.rpartition("\n")[0])]
-        return rng.choice([s for s in given if s != scene.said.strip()])
+        return str(rng.choice([s for s in given if s != scene.said.strip()]))
     if scene.agent == "coder":
         if '"' in scene.said:
             word = rng.choice(("kangaroo", "fig", "caterpillar"))
@@ -128,7 +128,7 @@ def _another(scene: Scene, rng: random.Random) -> str:
         return str(int(core) + rng.randint(1, 30))
     words = [w for w in re.findall(r"[A-Za-z]{3,}", scene.handed) if w != core and w not in ("The", "the", "From")]
     kin = [v for r in RELATIONS if core in r.values for v in r.values if v != core]
-    return rng.choice(words if scene.agent == "answerer" and words else kin or words)
+    return str(rng.choice(words if scene.agent == "answerer" and words else kin or words))
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(

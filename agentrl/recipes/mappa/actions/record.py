@@ -32,7 +32,7 @@ from agentrl.recipes.mappa.setup import NoOutcome, eval_tasks, make_workflow, wi
 from agentrl.recipes.mappa.workflow import Acted
 from agentrl.recipes.registry import load_recipe
 from agentrl.recipes.session import Session, open_session
-from agentrl.types import Completion, Request, Task
+from agentrl.types import Completion, FinishReason, Request, Task
 from agentrl.versions import git_commit
 
 _FAULTY_SHARE = 0.75
@@ -66,7 +66,7 @@ class FaultyEngine:
         ended = fault != "truncated"
         ids = (*ids, *chat.eos_ids[:1]) if ended else ids or chat.eos_ids[:1]
         flags = (False,) * len(ids)
-        reason = "stop" if ended else "length"
+        reason: FinishReason = "stop" if ended else "length"
         return replace(done, ids=ids, logprobs=(0.0,) * len(ids), constrained=flags, forced=flags, finish_reason=reason)
 
     async def load_weights(self, policy: str, version: int, source: WeightSource) -> int:

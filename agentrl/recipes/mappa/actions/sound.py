@@ -24,7 +24,7 @@ def sound(scene: Scene, feedback: str | None, saved: bool) -> bool:
 
 
 def _reader(scene: Scene, feedback: str | None, saved: bool) -> bool:
-    return scene.said.strip() == scene.task.info["sentence"]
+    return scene.said.strip() == str(scene.task.info["sentence"])
 
 
 def _answerer(scene: Scene, feedback: str | None, saved: bool) -> bool:
