@@ -209,7 +209,7 @@ def test_x03_a_model_of_this_machine_may_be_the_coach(roll, lab, tiny, monkeypat
     assert score.info["calls"] >= 1
 
 
-@pytest.mark.parametrize(("gpus", "moves"), [(0, []), (1, ["cuda"]), (None, ["cuda"])])
+@pytest.mark.parametrize(("gpus", "moves"), [(0, ["cpu"]), (1, ["cuda"]), (None, ["cuda"])])
 def test_x03_a_local_coach_computes_where_the_run_does(lab, tiny, monkeypatch, gpus, moves):
     monkeypatch.setenv("AGENTRL_HOME", str(tiny.parent.parent))
     box = Hardware(4, 8 * GIB, gpus=tuple(Gpu(i, "X", 80 * GIB, (9, 0)) for i in range(2)), torch_cuda="13.0")
