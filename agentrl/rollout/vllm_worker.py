@@ -100,9 +100,9 @@ class WorkerExtension:
                 same(f"{name}.weight", rows, weight)
                 if head:
                     columns = rng.sample(range(weight.shape[1]), _COLUMNS)
-                    one_hot = _one_hot(module, columns, weight.shape[1], dtype)
+                    one_hot = _one_hot(table, columns, weight.shape[1], dtype)
                     for processor in self._modules_of(LogitsProcessor):
-                        got = processor._apply_head(module, one_hot, None).T[: weight.shape[0]]
+                        got = processor._apply_head(table, one_hot, None).T[: weight.shape[0]]
                         same(f"{name} (logits)", got, weight[:, columns])
                         logits_dtype = str(got.dtype)
             for name, vector in vectors:
