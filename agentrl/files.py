@@ -162,7 +162,7 @@ def install_folder(dest: Path, make: Callable[[Path], None]) -> Path:
         return dest
     try:
         return _install(dest, make)
-    except Exception as error:
+    except Exception as error:  # native writers have kinds of their own; raised again unless the disk refused
         if not refused(error):
             raise
         raise MissingError(

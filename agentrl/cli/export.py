@@ -76,7 +76,7 @@ def _write_once_more(
 ) -> tuple[str, Path]:
     try:
         return _write(run, checkpoint, policy, dest, dtype, merge)
-    except Exception as error:
+    except Exception as error:  # whatever a reader says of a file that is gone; raised again if it is not
         if read_manifest(checkpoint) is not None:
             raise
         raise RunFailedError(

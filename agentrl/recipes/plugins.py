@@ -42,7 +42,7 @@ def plugin(key: str, target: str) -> Any:
         return function()
     except AgentRLError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's own code may raise anything: it becomes a fault of that key
         raise ConfigError(
             f"{key}: {target!r} raised {type(error).__name__}: {error}", "repair it; --debug shows the trace"
         ) from error

@@ -36,7 +36,7 @@ class FormSpec:
     bias: bool = True
 
 
-FORMS: Mapping[Form, FormSpec] = MappingProxyType(
+FORMS: Mapping[str, FormSpec] = MappingProxyType(
     {
         "ln_res": FormSpec(2, residual=True, norm=True),  # as released
         "ln": FormSpec(2, residual=False, norm=True),  # outer links only
@@ -111,10 +111,9 @@ Link = InnerLink | OuterLink
 
 def form_spec(form: str) -> FormSpec:
     """Raises `ConfigError` for a form that does not exist."""
-    for name, spec in FORMS.items():
-        if name == form:
-            return spec
-    raise ConfigError(f"there is no link form {form!r}", f"use one of {', '.join(FORMS)}")
+    if form not in FORMS:
+        raise ConfigError(f"there is no link form {form!r}", f"use one of {', '.join(FORMS)}")
+    return FORMS[form]
 
 
 def _branch(x: Tensor, norm: nn.Module | None, first: nn.Module, second: nn.Module | None) -> Tensor:

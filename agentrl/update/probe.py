@@ -65,8 +65,8 @@ def miniature(model: PreTrainedModel) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = type(model)._from_config(config, attn_implementation=model.config._attn_implementation)
-    miniature: PreTrainedModel = small.float().eval().to(model.device)
-    return miniature
+    placed: PreTrainedModel = small.float().eval().to(model.device)
+    return placed
 
 
 def parity_gap(model: PreTrainedModel, layout: Layout) -> float:

@@ -138,3 +138,7 @@ class LinkRunConfig(RunConfig):
 
     steps: int = Field(0, ge=0)
     seed: int = 42
+    # None, so that a temperature that is written down is told from one that is left out, 0 too.
+    eval_temperature: float | None = Field(  # type: ignore[assignment]
+        None, ge=0, description="has no effect here; set sampling.temperature of the decoder"
+    )

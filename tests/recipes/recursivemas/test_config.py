@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_refused_by_its_key(own, words):
         ({"algorithm": {"kl_coef": 0.1}}, "algorithm: has no effect"),
         ({"launch": {"ranks": 2}}, "launch.ranks: has no effect"),
         ({"run": {"steps": 1, "eval_temperature": 0.5}}, "run.eval_temperature: has no effect"),
+        ({"run": {"steps": 1, "eval_temperature": 0.0}}, "run.eval_temperature: has no effect"),
         ({"run": {"steps": 1, "save_prompt_ids": True}}, "run.save_prompt_ids"),
         ({"engine": {"kind": "scripted", "script": "a:b"}}, "no hidden states"),
     ],
