@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from agentrl.errors import ConfigError, RunFailedError
 from agentrl.models import load_model, prepare
+from agentrl.models.attention import plain_attention
+from agentrl.rollout import latent_attention
 from agentrl.rollout.gate import Gate
 from agentrl.rollout.hf import HFEngine
 from agentrl.rollout.hf_generate import HFPolicy
@@ -470,6 +472,55 @@ def test_t20_step_attention_has_the_gradient_of_a_stock_cache(backbone, link, le
         for a, b in zip(got, want, strict=True):
             assert _rel(a, b) < 1e-5
     assert backbone.decoder.config._attn_implementation != STEP_ATTENTION
+
+
+@pytest.mark.parametrize("length", [5, 90])
+@pytest.mark.parametrize("lead", [True, False], ids=["lead", "whole"])
+def test_t20_plain_products_have_the_gradient_of_fused_attention(backbone, link, length, lead, monkeypatch):
+    """In float32, where both are exact to rounding; also beyond the sliding window, where a mask cuts keys off, and
+    with a scale that is not the head size's."""
+    for module in backbone.decoder.modules():
+        if hasattr(module, "scaling"):
+            monkeypatch.setattr(module, "scaling", 0.5 * module.scaling)
+    torch.manual_seed(6)
+    outer, blocks = OuterLink(64, 64), torch.randn(2, 3, 64)
+    texts = [tuple(range(3, 3 + length)), tuple(range(200, 200 + max(3, length - 20)))]
+    used = []
+
+    def plain(*args):
+        used.append(args[0].shape[2])
+        return plain_attention(*args)
+
+    def grads(rows):
+        leads = LeadMemory() if lead else None
+        prompts = [fill_slots([text, (9, 8)], [block]) for text, block in zip(texts, outer(blocks), strict=True)][:rows]
+        out = latent_rollout_with_grad(backbone, prompts, link, 4, checkpointed=False, leads=leads)
+        asked = [fill_slots([text, (6,)], [block]) for text, block in zip(texts, out.states_BmD, strict=False)]
+        forced = text_states(backbone, asked, ANSWERS[:rows], leads=leads)
+        return _grads(text_loss(text_logprobs(backbone, forced), forced), link, outer)
+
+    for rows in (2, 1):
+        fused = grads(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(latent_attention, "plain_attention", plain)
+            patch.setattr(
+                latent_attention, "plain_is_better", lambda q, k, m: m is not None or q.shape[2] == k.shape[2]
+            )
+            assert _rel(grads(rows), fused) < 1e-5
+    assert len(used) >= 4 * len(backbone.layer_kinds)  # the rollout's prompt and the text, twice
+
+
+def test_links_are_trained_by_plain_products_in_bf16_and_used_without(tiny_folder, link, monkeypatch):
+    backbone = Backbone("llama", load_model(tiny_folder["llama"], "bfloat16"))
+    chosen = []
+    monkeypatch.setattr(latent_attention, "plain_attention", lambda *a: chosen.append(1) or plain_attention(*a))
+    block = torch.randn(3, 64, requires_grad=True)
+    prompts = [fill_slots([row, (9,)], [block]) for row in PROMPTS]
+    with torch.no_grad():
+        latent_rollout_with_grad(backbone, prompts, link, 2)
+        assert not chosen
+    latent_rollout_with_grad(backbone, prompts, link, 2, checkpointed=False)
+    assert len(chosen) == len(backbone.layer_kinds)  # the prompt; latent steps have an attention of their own
 
 
 def test_training_keeps_no_copy_of_the_prompt_per_step(make_backbone):
